@@ -9,11 +9,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 from torch.profiler import profile
 
 from tests.commands import TRANSFORMER, finish, single
 from tests.inside import here, product
 from tests.processes import Processes
+from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, make_network
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -116,6 +119,23 @@ def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
     hsdp = rows["strategy=hsdp strategy.replicate=128 loop.global_batch=1024"]
     assert hsdp["wire"]["between"] < hsdp["wire"]["inside"]
     assert "1,024 processes on H100" in screen
+
+
+class ReadsValues(nn.Module):
+    """A network whose constructor reads a tensor that it makes, as those with stochastic depth do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = torch.linspace(0, 0.5, 3).tolist()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in self.rates)
+
+
+def test_a_constructor_may_read_values() -> None:
+    mode = FakeRunMode()
+    with mode:
+        network = make_network(ReadsValues, mode)
+    assert network.rates == [0, 0.25, 0.5]
+    assert all(is_counted(parameter, mode) for parameter in network.parameters())  # also the small ones: biases
 
 
 def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:

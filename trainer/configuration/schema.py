@@ -82,7 +82,7 @@ class Ema:
 
 
 @dataclass(frozen=True)
-class TextSample:
+class TextSampleSettings:
     """A text that a language model continues after each evaluation."""
 
     prompt: NonEmpty | None
@@ -147,7 +147,7 @@ class Settings:
     run: Run
     loop: Loop
     ema: Ema
-    sample: TextSample
+    sample: TextSampleSettings
     loader: Loader
     checkpoint: Checkpoint
     distributed: Distributed

@@ -82,6 +82,7 @@ class Strategy(RankContext):
         if norms := 0 if self.sync_bn else len(local_batch_norms(network)):
             layers = format_count(norms, "BatchNorm layer")
             notes.append(f"{layers}: the curve depends on micro-batches and, without strategy.sync_bn, on data ranks")
+        # torch's own random numbers come from a rank's generator, not from the sample
         drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
         if drops and self.dropout == "native":
             layers = format_count(drops, "dropout layer")
@@ -94,6 +95,7 @@ class Strategy(RankContext):
         """How many devices compute for the run; a device that processes share counts once."""
         if not self.machine.on_gpu or not self.machine.shares_devices:
             return self.world.size
+        # processes of one machine share its devices: four processes on two GPUs are two devices
         return self.world.size * min(1.0, torch.accelerator.device_count() / self.machine.launch.local_world_size)
 
     def votes(self) -> StopVotes:

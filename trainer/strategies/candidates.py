@@ -14,21 +14,21 @@ from trainer.strategies.single import Single
 from trainer.strategies.tp import TP
 from trainer.strategies.zero1 import Zero1
 
-DEGREES = (2, 4, 8)  # of tensor, context and pipeline parallelism, beside all processes of a machine
-STAGES = 8  # of a pipeline, where nothing but it is used
+TRIED_DEGREES = (2, 4, 8)  # of tensor, context and pipeline parallelism, beside all processes of a machine
+MAX_STAGES = 8  # of a pipeline, where nothing but it is used
 
 
 class Candidate(NamedTuple):
     """A strategy, and the arguments that choose it."""
 
-    words: str
+    arguments: str  # of the command line
     strategy: Strategy
     micro_batches: int = 1  # a pipeline needs several, or its stages wait for each other
 
     @property
     def name(self) -> str:
         """The option of the group `strategy`."""
-        return self.words.split()[0].removeprefix("strategy=")
+        return self.arguments.split()[0].removeprefix("strategy=")
 
 
 def candidates(like: Strategy, machine: Machine, per_machine: int) -> Iterator[Candidate]:
@@ -37,7 +37,7 @@ def candidates(like: Strategy, machine: Machine, per_machine: int) -> Iterator[C
     like: what they all have in common is this strategy's. machine: its launch says how many processes there are.
     per_machine: processes of one machine, within which layers and sequences are divided.
     """
-    size = machine.launch.world_size
+    size = machine.launch.world_size  # processes, of all machines
     common: dict[str, Any] = {
         "machine": machine,
         "sync_bn": like.sync_bn,
@@ -61,9 +61,10 @@ def candidates(like: Strategy, machine: Machine, per_machine: int) -> Iterator[C
 def _divided(common: dict[str, Any], size: int, per_machine: int) -> Iterator[Candidate]:
     """Layers or sequences over the neighbours of a machine; with copies or shards where there are more processes."""
     if size <= per_machine:
+        # all processes of one machine, without copies
         yield Candidate("strategy=tp", TP(**common))
         yield Candidate("strategy=cp", TP(**common, context=None, tensor=1))
-    for degree in DEGREES:
+    for degree in TRIED_DEGREES:
         if degree < size and degree <= per_machine and size % degree == 0:
             tensor, context = f"strategy.tensor={degree}", f"strategy.context={degree}"
             yield Candidate(f"strategy=ddp_tp {tensor}", TP(**common, replicate=None, tensor=degree))
@@ -74,9 +75,9 @@ def _divided(common: dict[str, Any], size: int, per_machine: int) -> Iterator[Ca
 
 def _pipelines(common: dict[str, Any], size: int) -> Iterator[Candidate]:
     """Stages over all processes, or over a few, with copies or shards of them."""
-    if size <= STAGES:
+    if size <= MAX_STAGES:
         yield Candidate("strategy=pp", PP(**common), micro_batches=size)
-    for pipe in DEGREES:
+    for pipe in TRIED_DEGREES:
         if pipe < size and size % pipe == 0:
             degree = f"strategy.pipe={pipe}"
             several = {"micro_batches": pipe}

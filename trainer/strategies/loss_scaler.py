@@ -109,6 +109,7 @@ class Scaler(NoScaler):
         """Halve the scale after an overflow, double it after many steps without one. Nothing waits for the device."""
         overflow = (~torch.isfinite(norm)).to(torch.float32) * (1 - broken)
         self._good = (self._good + 1 - broken) * (1 - overflow)
+        # decided by tensors of shape () on the device: an `if` would make the host wait for the gradients
         grown = (self._good >= GROWTH_INTERVAL).to(torch.float32)
         self._scale = (
             self._scale * torch.where(overflow > 0, BACKOFF_FACTOR, 1.0) * torch.where(grown > 0, GROWTH_FACTOR, 1.0)
@@ -199,6 +200,7 @@ class StepSkipper(NoScaler):
             self._broken = torch.maximum(self._broken, (~torch.isfinite(checked)).to(self._broken))
         self._count = self._count + self._broken
         self._restore()
+        # a broken loss is no overflow: then the scale stays
         self.skipped = self._broken + self._scaler.overflow(norm, self._broken)
         return should_call_optimizer(self.skipped.to(norm.device), optimizer)
 
@@ -207,7 +209,7 @@ class StepSkipper(NoScaler):
         """If the step is broken, give buffers and states their old values. Nothing waits for the device."""
         broken = self._broken > 0
         for bucket, before in zip(self._buffers, self._before, strict=True):
-            chosen = torch.where(broken.to(before.device), before, pack(bucket))
+            chosen = torch.where(broken.to(before.device), before, pack(bucket))  # (N,): the bucket's tensors as one
             torch._foreach_copy_(bucket, unpack(chosen, bucket))
         self._carried.undo_step(broken)
 

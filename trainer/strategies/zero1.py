@@ -74,7 +74,7 @@ class Zero1Model(ParallelModel):
 
     @override
     def grad_sync_context(self, last: bool) -> Any:
-        if last:
+        if last:  # the last micro-batch: now sums are complete and go to their owners as the backward ends them
             self._delivery.begin()
         return super().grad_sync_context(last)
 
@@ -94,7 +94,7 @@ class Zero1Model(ParallelModel):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: update what this rank owns, and send it to all: afterwards ranks hold the same bits."""
         norm = super().optimizer_step(optimizer, max_norm)
-        broadcast_from_owners(self._buckets, self.strategy.owning)
+        broadcast_from_owners(self._buckets, self.strategy.owning)  # all ranks; each sends the weights that it owns
         return norm
 
     @override

@@ -67,7 +67,7 @@ def software_versions() -> dict[str, Any]:
     }
 
 
-def collect_facts(device: torch.device, interface: str | None) -> HostFacts:
+def collect_host_facts(device: torch.device, interface: str | None) -> HostFacts:
     """The facts of this rank. interface: what the network uses; None: not known."""
     free = available_memory(device)
     return HostFacts(

@@ -15,7 +15,7 @@ from typing import Any
 from trainer.jobs.doctor.clock_offset import judge_offsets, measure_offsets
 from trainer.jobs.doctor.collectives import OPS, make_groups, plan_groups, time_collectives
 from trainer.jobs.doctor.findings import ExaminedRanks
-from trainer.jobs.doctor.host_facts import collect_facts, is_crowded, judge_facts, machine_and_network
+from trainer.jobs.doctor.host_facts import collect_host_facts, is_crowded, judge_facts, machine_and_network
 from trainer.jobs.doctor.links import Expectations, judge_links, pair_rounds, remeasure_slow_links, time_links
 from trainer.jobs.doctor.report import (
     FILE,
@@ -77,7 +77,8 @@ class Doctor:
     ) -> tuple[Examination, Baseline]:
         """Collective: everything, one thing after the other; the same on all ranks."""
         began = monotonic()
-        facts = site.world.all_gather_values(collect_facts(site.device, machine.interface))  # all ranks; plain values
+        # all ranks; versions, limits and addresses of each one's host
+        facts = site.world.all_gather_values(collect_host_facts(site.device, machine.interface))
         last = parse_baseline(baseline, site, facts)
         reports, findings = examine_folder(site, scratch)
         findings += judge_facts(site, facts)

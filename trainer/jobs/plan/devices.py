@@ -28,7 +28,7 @@ class Device:
     per_machine: int = 8  # devices of one machine
     reserved: float = 1.0  # GiB that the driver and the communication take before any tensor
     bf16: bool = True  # does it compute in bfloat16?
-    peaks: tuple[tuple[str, float], ...] = ()  # 10¹² operations a second by precision, where the data sheet has no name
+    peaks: tuple[tuple[str, float], ...] = ()  # 10¹² operations a second by precision, where flops.py has no entry
     launch_us: float = 5.0  # microseconds that each operator takes at least
     inside_us: float = 10.0  # until a collective inside a machine begins to move data
     between_us: float = 30.0  # the same between machines
@@ -41,13 +41,16 @@ class Device:
     def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
         """How long an operator takes: as long as its products or its bytes take, whichever is longer."""
         rate = dict(self.peaks).get(_DTYPES.get(dtype, "fp32"))
+        # of a precision that nobody knows: 10¹², so low that the row looks slow and nobody chooses it by mistake
         peak = rate * 1e12 if rate else peak_flops(self.name, _DTYPES.get(dtype, "fp32")) or 1e12
         products = flops / (peak * REACHED["flops"])
+        # the roofline: products and memory traffic overlap inside a kernel, so that the longer one counts
         return max(products, moved / (self.bandwidth * 1e9 * REACHED["bandwidth"])) + self.launch_us * 1e-6
 
     def send_seconds(self, wire: float, calls: int, between: bool) -> float:
         """How long so many bytes take that this device sends in so many collectives."""
         speed, delay = (self.between, self.between_us) if between else (self.inside, self.inside_us)
+        # bytes at the link's speed, and for each collective a delay that does not depend on its size: α + β·n
         return wire / (speed * 1e9 * REACHED["link"]) + calls * delay * 1e-6
 
 
@@ -64,7 +67,7 @@ DEVICES = {
     "v100": Device("V100", 32, 900, 150, 12.5, bf16=False, peaks=(("fp16", 125), ("fp32", 15.7), ("fp64", 7.8))),
     "t4": Device("T4", 16, 320, 12, 12.5, bf16=False, peaks=(("fp16", 65), ("fp32", 8.1), ("fp64", 0.25))),
     "mi300x": Device("MI300X", 192, 5300, 448, 50),
-    # one process on its share of an ordinary server; what one really has is best said by keys
+    # one process on its share of an ordinary server; keys give what a server really has
     "cpu": Device(
         "CPU",
         memory=16,
@@ -86,7 +89,7 @@ def find_device(name: str, given: Mapping[str, float | None]) -> Device:
     if name not in DEVICES:
         near = did_you_mean(name, DEVICES)
         raise Refusal(f"job.device={name}: no such device is known{near}; there are: {', '.join(DEVICES)}")
-    for key, value in given.items():
+    for key, value in given.items():  # None: the key is not set
         if value is not None and value <= 0:
             raise Refusal(f"job.{key}={value}: it must be more than 0")
     return replace(DEVICES[name], **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]

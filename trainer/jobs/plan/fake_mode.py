@@ -15,10 +15,11 @@ from trainer.data.nested_tensors import tensors
 from trainer.parallel.meta_model import allocate_empty, build_meta_model, named_state
 from trainer.parallel.pipeline.fake_forward import FakeTensor, FakeTensorMode
 
-SMALL = 2**16  # numbers: tensors up to this size have values while a network is built, for constructors that read them
+# Tensors of at most so many numbers have values while a network is built, for constructors that read them.
+MAX_NUMEL_WITH_VALUES = 2**16
 
 
-class FakeMode(FakeTensorMode):
+class FakeRunMode(FakeTensorMode):
     """Inside it what is made has no values. What is computed from tensors that have values alone keeps them.
 
     So process groups, meshes and the order of the samples stay what they are. After torch's FakeTensorMode.
@@ -40,59 +41,63 @@ class FakeMode(FakeTensorMode):
             self._is_building = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        kwargs = kwargs or {}
         if any(not issubclass(kind, (FakeTensor, nn.Parameter)) for kind in types):
             return NotImplemented  # DTensors come again as the tensors that they are made of
-        known = list(tensors((list(args), given)))
+        known = list(tensors((list(args), kwargs)))
+        # one tensor without values is enough: the result has none either
         if any(isinstance(tensor, FakeTensor) for tensor in known):
-            return super().__torch_dispatch__(func, types, args, given)
-        device = torch.device(given.get("device") or (known[0].device if known else "cpu"))
-        if known and device.type != "meta" and all(tensor.is_meta for tensor in known):
-            # an outline gets memory, by its shape alone
-            shape, dtype = known[0], given.get("dtype") or known[0].dtype
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        device = torch.device(kwargs.get("device") or (known[0].device if known else "cpu"))
+        is_allocation = bool(known) and device.type != "meta" and all(tensor.is_meta for tensor in known)
+        if is_allocation and not self._is_building:  # in a constructor it is an error, as in torch: it reads values
+            # a network on the meta device gets memory: a tensor of the same shape and strides, without values
+            outline, dtype = known[0], kwargs.get("dtype") or known[0].dtype
             with self:
-                return torch.empty_strided(shape.shape, shape.stride(), dtype=dtype, device=device)
-        if known or device.type == "meta" or (self._is_building and _numbers(args) <= SMALL):
-            return func(*args, **given)  # outside of this mode: here it is off
-        return super().__torch_dispatch__(func, types, args, given)
+                return torch.empty_strided(outline.shape, outline.stride(), dtype=dtype, device=device)
+        if known or device.type == "meta" or (self._is_building and _numbers(args) <= MAX_NUMEL_WITH_VALUES):
+            return func(*args, **kwargs)  # outside of this mode: here it is off
+        return super().__torch_dispatch__(func, types, args, kwargs)  # a factory: what it makes has no values
 
 
 def _numbers(args: Any) -> int:
     """About how many numbers a factory of torch (empty, arange, linspace) would make with these arguments."""
+    # sizes stand alone, torch.empty(2, 3), or as one list, torch.empty([2, 3])
     sizes = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else args
     return int(torch.Size(max(1, int(size)) for size in sizes if isinstance(size, (int, float))).numel())
 
 
-def make_network(make: Callable[[], nn.Module], mode: FakeMode) -> nn.Module:
+def make_network(make: Callable[[], nn.Module], mode: FakeRunMode) -> nn.Module:
     """The network without values: on the meta device for who asks for an outline, else with memory as it seems."""
     is_outline = torch.get_default_device().type == "meta"
-    network, because = build_meta_model(make)
-    if because:  # its constructor reads what it makes
-        with mode.building():
-            return _without_values(network, mode)
+    # a constructor that reads what it makes fails on the meta device, and is called once more, outside of it
+    with mode.building():
+        network, reason = build_meta_model(make)
+    if reason:
+        return _without_values(network, mode)
     if not is_outline:
         allocate_empty(network, torch.device("cpu"), torch.device("cpu"))
     return network
 
 
-def _without_values(network: nn.Module, mode: FakeMode) -> nn.Module:
+def _without_values(network: nn.Module, mode: FakeRunMode) -> nn.Module:
     """Take the values that small tensors of a network have had while it was built, in place."""
     for tensor in {tensor for _, tensor in named_state(network) if not isinstance(tensor, FakeTensor)}:
-        if tensor.is_meta:
+        if tensor.is_meta:  # has no values already
             continue
         with mode:
             other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        shape = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
-        torch.utils.swap_tensors(tensor, shape)
+        empty = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+        torch.utils.swap_tensors(tensor, empty)  # in place: tied weights stay tied
     return network
 
 
-def is_counted(tensor: Tensor, mode: FakeMode) -> bool:
+def is_counted(tensor: Tensor, mode: FakeRunMode) -> bool:
     """Does this tensor stand for memory of the device in a trial of this mode?"""
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.device.type != "meta"
 
 
-_propagating = [0]  # how many of DTensor's questions about shapes are under way
+_propagating = [0]  # how many of DTensor's questions about shapes are under way; they nest
 
 
 def is_propagating() -> bool:
@@ -116,6 +121,7 @@ def torch_without_values() -> Iterator[None]:
 
         return propagate
 
+    # there are several such methods, and versions of torch differ in their names
     for name, method in list(vars(propagator).items()):
         if "propagate_tensor_meta" in name:
             changed.append((propagator, name, method))

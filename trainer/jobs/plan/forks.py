@@ -11,29 +11,30 @@ import torch
 
 from trainer.messages import FatalRunError
 
-Key = TypeVar("Key")
+FunctionKey = TypeVar("FunctionKey")
 
 
 def run_forked(
-    functions: Mapping[Key, Callable[[], Any]], at_once: int, is_late: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[Key, Any]]:
+    functions: Mapping[FunctionKey, Callable[[], Any]], at_once: int, is_late: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[FunctionKey, Any]]:
     """What each function returns, or the exception that it raised, as they come; so many run at a time.
 
     Once it is late no more are started. A process that was killed gives a FatalRunError.
     """
     waiting = list(functions.items())[::-1]
-    running: dict[Any, tuple[Key, Any]] = {}  # the end of a pipe → whose it is, the process
+    running: dict[Any, tuple[FunctionKey, Any]] = {}  # the end of a pipe → whose it is, the process
     try:
         while running or (waiting and not is_late()):
             while waiting and len(running) < at_once and not is_late():
                 key, function = waiting.pop()
                 pipe, process = _start(function)
                 running[pipe] = key, process
-            for pipe in connection.wait(list(running)):
+            for pipe in connection.wait(list(running)):  # whoever has answered, or has died
                 key, process = running.pop(pipe)
                 yield key, _result(pipe)
-                process.join()
+                process.join()  # after its answer: a process that still writes into a full pipe never ends
     finally:
+        # the caller has had enough, or was interrupted: nobody reads what these would answer
         for _, process in running.values():
             process.kill()
             process.join()
@@ -48,12 +49,12 @@ def _start(function: Callable[[], Any]) -> tuple[Any, Any]:
         try:
             other.send(function())
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)
+            traceback.clear_frames(error.__traceback__)  # frames hold networks and groups, which cannot be sent
             other.send(error.with_traceback(None))
 
     process = context.Process(target=run)
     process.start()
-    other.close()
+    other.close()  # this process's copy; else no end of file would come when the other process dies
     return pipe, process
 
 

@@ -15,8 +15,8 @@ import torch
 from trainer.jobs.batch_sizes import BatchSizes, divide_batch
 from trainer.jobs.plan.devices import Device, find_device
 from trainer.jobs.plan.forks import run_forked
-from trainer.jobs.plan.report import Row, advise, make_row, row_facts, table
-from trainer.jobs.plan.trial import Trial, Usage, try_ranks
+from trainer.jobs.plan.report import Row, advise, format_plan_table, make_row, row_facts
+from trainer.jobs.plan.trial import RankUsage, StrategyTrial, try_ranks
 from trainer.jobs.preparation import read_data_sets
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.launch.rendezvous import Launch
@@ -25,11 +25,11 @@ from trainer.messages import Refusal, expand_home, first_line
 from trainer.records.run_folder import choose_path
 from trainer.strategies.candidates import Candidate, candidates
 
-MOST_AT_ONCE = 4  # trials: each needs some hundred MB beside what they share
-SPARE = 0.2  # of a device's memory that the chosen strategy leaves
+MAX_TRIALS_AT_ONCE = 4  # trials: each needs some hundred MB beside what they share
+SPARE_MEMORY = 0.2  # of a device's memory, which the chosen strategy leaves for what is not counted
 
 
-class Plan(Job):
+class PlanJob(Job):
     """Try every strategy on tensors without values, and say what it takes: memory, bytes on the wire, time."""
 
     def __init__(
@@ -63,13 +63,13 @@ class Plan(Job):
         for count in self.counts:
             planned, refused = self._plan(parts, training, count)
             rows += planned
-            print("\n".join(table(planned, refused, self.device)), flush=True)
+            print("\n".join(format_plan_table(planned, refused, self.device)), flush=True)
         chosen = choose_row([row for row in rows if row.processes == self.counts[-1]], self.device)
         for line in advise(rows, chosen, self.device):
             print(line)
         facts = {"device": self.device.name, "rows": [row_facts(row) for row in rows]}
         replace_file(
-            out / "plan.json", json.dumps({**facts, "chosen": chosen.words if chosen else None}, indent=1) + "\n"
+            out / "plan.json", json.dumps({**facts, "chosen": chosen.arguments if chosen else None}, indent=1) + "\n"
         )
         print(f"written     {out / 'plan.json'}")
         return 0
@@ -77,36 +77,37 @@ class Plan(Job):
     def _plan(self, parts: RunParts, training: object, count: int) -> tuple[list[Row], list[str]]:
         """The rows of so many processes, and a line for each strategy that cannot be used."""
         began = monotonic()
-        trials: dict[str, Trial] = {}
+        trials: dict[str, StrategyTrial] = {}
         named: dict[str, str] = {}
         refused: list[str] = []
+        # what a strategy refuses by itself, before any process: degrees and batches that do not divide
         for candidate in self._candidates(parts, count):
             try:
-                words, batches = batch_words(parts, candidate, count)
+                arguments, batches = candidate_arguments(parts, candidate, count)
             except Refusal as refusal:
-                refused.append(f"{candidate.words}: {refusal}")
+                refused.append(f"{candidate.arguments}: {refusal}")
                 continue
-            trials[words] = Trial(parts, training, candidate.strategy, batches, self.device)
-            named[words] = candidate.name
-        at_once = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, MOST_AT_ONCE)
-        results: dict[str, list[Usage]] = {}
-        late = partial(lambda: monotonic() - began > self.seconds)
-        for words, result in run_forked(
-            {words: partial(try_ranks, trial) for words, trial in trials.items()}, at_once, late
+            trials[arguments] = StrategyTrial(parts, training, candidate.strategy, batches, self.device)
+            named[arguments] = candidate.name
+        at_once = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, MAX_TRIALS_AT_ONCE)
+        results: dict[str, list[RankUsage]] = {}
+        untried = dict.fromkeys(trials)
+        is_late = partial(lambda: monotonic() - began > self.seconds)
+        # each strategy in a process of its own, several at a time; its ranks in processes of that one
+        for arguments, result in run_forked(
+            {arguments: partial(try_ranks, trial) for arguments, trial in trials.items()}, at_once, is_late
         ):
-            if isinstance(result, Exception):
-                refused.append(f"{words}: {first_line(result)}")
+            del untried[arguments]
+            if isinstance(result, Exception):  # a network that this strategy cannot train, or a process that was killed
+                refused.append(f"{arguments}: {first_line(result)}")
             else:
-                results[words] = result
-        left = [
-            words for words in trials if words not in results and not any(r.startswith(f"{words}:") for r in refused)
-        ]
-        if left:
-            refused.append(f"not tried in {self.seconds:g} s (job.seconds): {'; '.join(left)}")
+                results[arguments] = result
+        if untried:
+            refused.append(f"not tried in {self.seconds:g} s (job.seconds): {'; '.join(untried)}")
         return [
-            make_row(named[words], words, count, results[words], trial.batches, self.device)
-            for words, trial in trials.items()
-            if words in results
+            make_row(named[arguments], arguments, count, results[arguments], trial.batches, self.device)
+            for arguments, trial in trials.items()
+            if arguments in results
         ], refused
 
     def _candidates(self, parts: RunParts, count: int) -> Iterator[Candidate]:
@@ -119,37 +120,37 @@ class Plan(Job):
         machine = replace(
             parts.machine,
             launch=launch,
-            device="cpu",
+            device="cpu",  # whose operators are there wherever somebody plans
             precision=precision,
-            backend="fake",
+            backend="fake",  # torch's, which sends nothing
             interface=None,
-            compile=False,
-            compare_copies=False,
+            compile=False,  # operators are noted one by one, as they run without compilation
+            compare_copies=False,  # there are no values to compare
         )
         for candidate in candidates(parts.strategy, machine, per_machine):
             if self.names is None or candidate.name in self.names:
                 yield candidate
 
 
-def batch_words(parts: RunParts, candidate: Candidate, count: int) -> tuple[str, BatchSizes]:
+def candidate_arguments(parts: RunParts, candidate: Candidate, count: int) -> tuple[str, BatchSizes]:
     """The arguments of this candidate with batches that divide, and these batches. Refusal where none do."""
     loop, ranks = parts.settings.loop, candidate.strategy.data_ranks(count)
     micro_batches, total = max(loop.micro_batches, candidate.micro_batches), loop.global_batch
-    unit = ranks * (loop.micro_batch or micro_batches)
+    unit = ranks * (loop.micro_batch or micro_batches)  # samples; the global batch must be a multiple
     if total % unit and not loop.uneven:
         total = -(-total // unit) * unit  # the nearest above: what does not divide would be refused
     batches = divide_batch(total, ranks, micro_batches, loop.micro_batch, loop.uneven)
     candidate.strategy.refuse_shares(count, total // ranks, batches.micro_batches, loop.uneven)
-    words = [candidate.words]
-    words += [f"loop.micro_batches={micro_batches}"] if micro_batches != loop.micro_batches else []
-    words += [f"loop.global_batch={total}"] if total != loop.global_batch else []
-    return " ".join(words), batches
+    arguments = [candidate.arguments]
+    arguments += [f"loop.micro_batches={micro_batches}"] if micro_batches != loop.micro_batches else []
+    arguments += [f"loop.global_batch={total}"] if total != loop.global_batch else []
+    return " ".join(arguments), batches
 
 
 def choose_row(rows: Sequence[Row], device: Device) -> Row | None:
     """The fastest that leaves some memory; else the fastest that fits; None: none does."""
     fitting = [row for row in rows if row.fits]
-    spacious = [row for row in fitting if row.peak <= device.free * (1 - SPARE)]
+    spacious = [row for row in fitting if row.peak <= device.free * (1 - SPARE_MEMORY)]
     return min(spacious or fitting, key=lambda row: row.step_s / row.batches.total, default=None)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from trainer.data.nested_tensors import tensors
-from trainer.jobs.plan.fake_mode import FakeMode, is_counted, is_propagating
+from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, is_propagating
 from trainer.jobs.plan.traffic import Traffic
 from trainer.jobs.plan.work import Work
 from trainer.parallel.activation_checkpointing import in_backward
@@ -42,19 +42,19 @@ class Peak:
 class Ledger(TorchDispatchMode):
     """Sees every operator inside it: the storages it makes, the bytes it sends, what it computes."""
 
-    def __init__(self, mode: FakeMode, traffic: Traffic, work: Work) -> None:
+    def __init__(self, mode: FakeRunMode, traffic: Traffic, work: Work) -> None:
         super().__init__()
         self.phase, self.traffic, self.work = "build", traffic, work
         self._mode = mode
-        self._number: dict[int, int] = {}  # of storages that are alive: identity → number in order of their making
+        self._numbers: dict[int, int] = {}  # of storages that are alive: identity → number in order of their making
         self._bytes: dict[int, int] = {}  # of those, by number
-        self._kind: dict[int, str] = {}  # what a storage is for; activations where nothing is said
-        self._maker: dict[int, str] = {}  # the module in whose forward it was made
+        self._kinds: dict[int, str] = {}  # what a storage is for; activations where it is not known
+        self._makers: dict[int, str] = {}  # the module in whose forward it was made
         self._events: list[tuple[int, int, str]] = []  # bytes more or less, number of the storage, moment
         self._names: dict[nn.Module, str] = {}
         self._running = [""]  # modules whose forward is under way, the innermost last
 
-    def follow(self, network: nn.Module) -> None:
+    def label_network(self, network: nn.Module) -> None:
         """Know the modules of a network by their names, and its tensors by what they are."""
         self._names = {module: name for name, module in network.named_modules()}
         self.label(network.parameters(), "weights")
@@ -64,17 +64,19 @@ class Ledger(TorchDispatchMode):
         """Say what the storages of these tensors are for."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and is_counted(local := to_local(tensor), self._mode):
-                number = self._note(local)
-                if kind in _CERTAIN or self._kind.get(number) not in _CERTAIN:
-                    self._kind[number] = kind
+                number = self._storage_number(local)
+                if kind in _CERTAIN or self._kinds.get(number) not in _CERTAIN:
+                    self._kinds[number] = kind
 
     def label_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Have gradients and optimizer state labelled in each step of this optimizer."""
 
         def before(*_: Any) -> None:
+            # by now each has its final storage: DDP's and FSDP's reductions are over
             self.label((p.grad for group in optimizer.param_groups for p in group["params"]), "gradients")
 
         def after(*_: Any) -> None:
+            # most of it is made in the first step, and keeps its storages in the second
             self.label(tensors(list(optimizer.state.values())), "optimizer")
 
         optimizer.register_step_pre_hook(before)
@@ -82,21 +84,23 @@ class Ledger(TorchDispatchMode):
 
     def peak(self) -> Peak:
         """The moment at which most was alive, by what is known in the end of what each storage was for."""
-        totals: Counter[str] = Counter()
+        # first pass: when the sum of all changes is largest
         now, most, at = 0, 0, 0
         for index, (change, _, _) in enumerate(self._events):
             now += change
             if now > most:
                 most, at = now, index
+        # second pass: which storages were alive then, and what they were for
         alive: Counter[int] = Counter()
         for change, number, _ in self._events[: at + 1]:
             alive[number] += change
-        makers: Counter[str] = Counter()
+        totals: Counter[str] = Counter()  # bytes by kind
+        makers: Counter[str] = Counter()  # bytes of activations by module
         for number, size in alive.items():
-            kind = self._kind.get(number, "activations")
+            kind = self._kinds.get(number, "activations")
             totals[kind] += size
             if kind == "activations" and size:
-                makers[self._maker[number]] += size
+                makers[self._makers[number]] += size
         moment = self._events[at][2] if self._events else ""
         return Peak(most, {kind: totals[kind] for kind in KINDS}, moment, makers.most_common(3))
 
@@ -105,15 +109,14 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # they come again as the tensors that they are made of
         out = func(*args, **(kwargs or {}))
         if not is_propagating():
-            made = list(tensors(out))
-            collective = self.traffic.note(func, args, out, self.phase)
+            collective = self.traffic.record(func, args, out, self.phase)
             if collective is not None:
                 self.label(collective, "gathered")
             else:
-                self.work.note(func, args, kwargs or {}, out, self.phase)
-            for tensor in made:
-                if is_counted(tensor, self._mode):
-                    self._note(tensor)
+                self.work.record(func, args, kwargs or {}, out, self.phase)
+            for tensor in tensors(out):
+                if is_counted(tensor, self._mode):  # a view's storage is known already, and is not entered again
+                    self._storage_number(tensor)
         return out
 
     def __enter__(self) -> Ledger:
@@ -122,14 +125,15 @@ class Ledger(TorchDispatchMode):
 
         def resized(storage: Any, size: int) -> Any:
             done = resize(storage, size)
-            ledger.enter_size(storage)
+            ledger.record_size(storage)
             return done
 
         # FSDP gives memory back and takes it again by this method of a storage, which no operator shows
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        # of all modules at once; one without a name in the network counts as the one around it
         self._hooks = [
-            register_module_forward_pre_hook(self._begin),
-            register_module_forward_hook(self._end, always_call=True),
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
         ]
         return super().__enter__()
 
@@ -139,37 +143,38 @@ class Ledger(TorchDispatchMode):
             hook.remove()
         super().__exit__(*error)
 
-    def _begin(self, module: nn.Module, *_: Any) -> None:
+    def _enter_module(self, module: nn.Module, *_: Any) -> None:
         self._running.append(self._names.get(module, self._running[-1]))
 
-    def _end(self, *_: Any) -> None:
-        if len(self._running) > 1:
+    def _leave_module(self, *_: Any) -> None:
+        if len(self._running) > 1:  # the first entry stands for what no module computes
             self._running.pop()
 
-    def _note(self, tensor: Tensor) -> int:
+    def _storage_number(self, tensor: Tensor) -> int:
         """The number of a tensor's storage; a new one is entered."""
         storage = tensor.untyped_storage()
         key = id(storage)  # torch keeps the object as long as the storage lives
-        if key not in self._number:
-            number = self._number[key] = len(self._maker)
-            self._maker[number], self._bytes[number] = self._running[-1], 0
-            weakref.finalize(storage, self._dropped, key)
-            self._enter(number, storage.nbytes())
-        return self._number[key]
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self._makers)
+            self._makers[number], self._bytes[number] = self._running[-1], 0
+            weakref.finalize(storage, self._record_release, key)  # called when the last tensor of it goes
+            self._record_change(number, storage.nbytes())
+        return self._numbers[key]
 
-    def enter_size(self, storage: Any) -> None:
+    def record_size(self, storage: Any) -> None:
         """A storage that is known has been given memory, or has given it back."""
-        number = self._number.get(id(storage))
+        number = self._numbers.get(id(storage))
         if number is not None:
-            if self._kind.get(number) not in _CERTAIN:
-                self._kind[number] = "gathered"  # weights that a unit of FSDP computes with
-            self._enter(number, storage.nbytes())
+            if self._kinds.get(number) not in _CERTAIN:
+                self._kinds[number] = "gathered"  # weights that a unit of FSDP computes with
+            self._record_change(number, storage.nbytes())
 
-    def _dropped(self, key: int) -> None:
-        self._enter(self._number.pop(key), 0)
+    def _record_release(self, key: int) -> None:
+        self._record_change(self._numbers.pop(key), 0)
 
-    def _enter(self, number: int, size: int) -> None:
+    def _record_change(self, number: int, size: int) -> None:
         """A storage has this size from now on."""
+        # a storage that is resized to the size that it has is no event
         if change := size - self._bytes[number]:
             self._bytes[number] = size
             self._events.append((change, number, self._moment()))

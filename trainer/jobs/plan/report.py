@@ -1,4 +1,4 @@
-"""What is said of a plan: a row for each strategy, as a table and as plan.json, and what to choose or to change."""
+"""What a plan tells: a row for each strategy, as a table and as plan.json, and what to choose or to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.jobs.batch_sizes import BatchSizes, more_micro_batches
 from trainer.jobs.plan.devices import Device
 from trainer.jobs.plan.ledger import KINDS, Peak
 from trainer.jobs.plan.traffic import Collective
-from trainer.jobs.plan.trial import Usage
+from trainer.jobs.plan.trial import RankUsage
 from trainer.messages import format_count
 
 MIB = 2**20
@@ -21,7 +21,7 @@ class Row:
     """What one strategy takes on so many processes: the rank that holds most, and the time of a step."""
 
     strategy: str
-    words: str  # the arguments that choose it
+    arguments: str  # of the command line, which choose it
     processes: int
     batches: BatchSizes
     rank: int  # that holds most
@@ -59,14 +59,15 @@ class Row:
 
 
 def make_row(
-    strategy: str, words: str, processes: int, usages: Sequence[Usage], batches: BatchSizes, device: Device
+    strategy: str, arguments: str, processes: int, usages: Sequence[RankUsage], batches: BatchSizes, device: Device
 ) -> Row:
     """The row of a strategy, from what its ranks use."""
+    # memory of the rank that holds most, time of the slowest: these may be two ranks of a pipeline
     largest = max(usages, key=lambda usage: usage.peak.bytes)
     compute, waiting = max((_seconds(usage, batches, device) for usage in usages), key=sum)
     return Row(
         strategy,
-        words,
+        arguments,
         processes,
         batches,
         largest.rank,
@@ -78,15 +79,16 @@ def make_row(
     )
 
 
-def _seconds(usage: Usage, batches: BatchSizes, device: Device) -> tuple[float, float]:
+def _seconds(usage: RankUsage, batches: BatchSizes, device: Device) -> tuple[float, float]:
     """How long a rank computes in a step, and how long it waits."""
     compute = sum(usage.seconds.values())
+    # seconds of each kind of collective, as if nothing else used the link
     took = {each: device.send_seconds(each.wire, each.calls, each.between) for each in usage.collectives}
     waiting = sum(seconds for each, seconds in took.items() if each.waits)
     # what travels beside forward and backward is waited for only as far as it takes longer than they do
     beside = sum(seconds for each, seconds in took.items() if not each.waits)
     waiting += max(0.0, beside - usage.seconds.get("forward and backward", 0.0))
-    # of a pipeline of P ranks each is idle for P - 1 micro-batches
+    # a pipeline's bubble: of P stages each is idle for P - 1 micro-batches
     stages = max((each.ranks for each in usage.collectives if each.op in ("send", "receive")), default=1)
     waiting += usage.seconds.get("forward and backward", 0.0) * (stages - 1) / batches.micro_batches
     return compute, waiting
@@ -96,7 +98,7 @@ def row_facts(row: Row) -> dict[str, Any]:
     """A row as it stands in plan.json."""
     return {
         "strategy": row.strategy,
-        "words": row.words,
+        "words": row.arguments,  # this name is a promise to who reads the file
         "processes": row.processes,
         "batches": str(row.batches),
         "peak": row.peak,
@@ -110,16 +112,16 @@ def row_facts(row: Row) -> dict[str, Any]:
         "compute_s": row.compute_s,
         "waiting_s": row.waiting_s,
         "fits": row.fits,
-        "how": "simulated",
+        "how": "simulated",  # never computed by a formula; every row was run on tensors without values
         "advice": row.advice,
     }
 
 
-def table(rows: Sequence[Row], refused: Sequence[str], device: Device) -> list[str]:
+def format_plan_table(rows: Sequence[Row], refused: Sequence[str], device: Device) -> list[str]:
     """The rows of one number of processes, as lines for people."""
     if not rows:
         return [*refused]
-    width = max(len(row.words) for row in rows)
+    width = max(len(row.arguments) for row in rows)
     columns = ["peak", *KINDS, "inside", "between", "step ms"]
     place = f"{format_count(rows[0].processes, 'process')} on {device.name}, of {device.memory:g} GiB each"
     lines = [
@@ -130,22 +132,23 @@ def table(rows: Sequence[Row], refused: Sequence[str], device: Device) -> list[s
     for row in rows:
         sizes = [row.peak, *(row.at_peak.by_kind[kind] for kind in KINDS), row.wire(False), row.wire(True)]
         cells = [f"{size / MIB:>11,.1f}" for size in sizes] + [f"{row.step_s * 1e3:>11,.1f}"]
-        short = "yes" if row.fits else f"no: {(row.peak - device.free) / MIB:,.0f} MiB too many; {row.advice}"
-        lines.append(f"{row.words:<{width}} {' '.join(cells)}  {short}")
+        verdict = "yes" if row.fits else f"no: {(row.peak - device.free) / MIB:,.0f} MiB too many; {row.advice}"
+        lines.append(f"{row.arguments:<{width}} {' '.join(cells)}  {verdict}")
     return [*lines, *(f"not planned {line}" for line in refused)]
 
 
 def advise(rows: Sequence[Row], chosen: Row | None, device: Device) -> list[str]:
     """What to use, and of how many processes it fits at least."""
+    # smallest number of processes of which some strategy fits
     least = min((row.processes for row in rows if row.fits), default=None)
     if least is None:
         nearest = min(rows, key=lambda row: row.peak, default=None)
         return [
             f"fits        nothing, into {device.memory:g} GiB",
-            *([f"nearest     {nearest.words}"] if nearest else []),
+            *([f"nearest     {nearest.arguments}"] if nearest else []),
         ]
     lines = [f"fits        on {format_count(least, 'process')} or more, of those that were planned"]
     if chosen is not None:
         processes = format_count(chosen.processes, "process")
-        lines.append(f"chosen      {chosen.words} on {processes}; it holds most in: {chosen.at_peak.moment}")
+        lines.append(f"chosen      {chosen.arguments} on {processes}; it holds most in: {chosen.at_peak.moment}")
     return lines

@@ -55,9 +55,9 @@ class Collective:
     def wire(self) -> float:
         """Bytes that this rank sends, by the rings that NCCL and gloo use: each rank passes on what it has to."""
         share = (self.ranks - 1) / self.ranks
-        return self.bytes * {"all-reduce": 2 * share, "send": 1.0, "receive": 0.0, "broadcast": 1.0, "reduce": 1.0}.get(
-            self.op, share
-        )
+        # an all-reduce is a reduce-scatter and an all-gather, each of which passes on all parts but one
+        factors = {"all-reduce": 2 * share, "send": 1.0, "receive": 0.0, "broadcast": 1.0, "reduce": 1.0}
+        return self.bytes * factors.get(self.op, share)
 
 
 class Traffic:
@@ -66,38 +66,41 @@ class Traffic:
     def __init__(self, per_machine: int) -> None:
         self._per_machine = per_machine  # ranks of one machine, which are neighbours
         self._groups: dict[str, ProcessGroup] = {}  # by the name that functional collectives say
+        # op, ranks of the group, between machines, waits → calls, bytes
         self._sums: dict[tuple[str, int, bool, bool], list[int]] = {}
         self.is_counting = False  # not what is sent before the first step
 
-    def know(self, groups: Iterable[ProcessGroup]) -> None:
+    def register_groups(self, groups: Iterable[ProcessGroup]) -> None:
         """The groups of the strategy: functional collectives say a name."""
         self._groups = {group.group_name: group for group in groups}
 
-    def note(self, func: Any, args: Any, out: Any, phase: str) -> list[Tensor] | None:
+    def record(self, func: Any, args: Any, out: Any, phase: str) -> list[Tensor] | None:
         """Add a collective up; the tensors that it reads and fills, or None where the operator is none."""
-        name = func.name().partition(".")[0]
+        name = func.name().partition(".")[0]  # c10d::allreduce_ or _c10d_functional::all_reduce, without the overload
         if op := _COLLECTIVES.get(name):
             group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            # what is received and what is given; an all-reduce has one argument for both, and changes it in place
             sides = [list(tensors(list(arg) if isinstance(arg, list | tuple) else [arg])) for arg in args[:2]]
             waits = phase != "forward and backward"  # beside a backward it travels while others compute
         elif op := _FUNCTIONAL.get(name.partition("::")[2]) if "c10d_functional" in name else None:
-            group = next(self._group(arg) for arg in reversed(args) if isinstance(arg, (str, torch.ScriptObject)))
+            group = next(self._find_group(arg) for arg in reversed(args) if isinstance(arg, (str, torch.ScriptObject)))
             sides, waits = [[args[0]], list(tensors(out))], True
         else:
             return None
+        # the larger side is the whole: of an all-gather what is received, of a reduce-scatter what is given
         self._add(op, group, max(_bytes(side) for side in sides), waits)
         return [tensor for side in sides for tensor in side]
 
-    def _group(self, said: Any) -> ProcessGroup:
-        return self._groups[said] if isinstance(said, str) else ProcessGroup.unbox(said)
+    def _find_group(self, group: Any) -> ProcessGroup:
+        return self._groups[group] if isinstance(group, str) else ProcessGroup.unbox(group)
 
     def collectives(self) -> list[Collective]:
         """All of them, the largest first."""
-        found = [Collective(*key, calls, size) for key, (calls, size) in self._sums.items()]
-        return sorted(found, key=lambda each: -each.wire)
+        sums = [Collective(*key, calls, size) for key, (calls, size) in self._sums.items()]
+        return sorted(sums, key=lambda each: -each.wire)
 
     def _add(self, op: str, group: ProcessGroup, size: int, waits: bool) -> None:
-        if not self.is_counting or group.size() == 1:
+        if not self.is_counting or group.size() == 1:  # alone in its group a rank sends nothing
             return
         machines = {rank // self._per_machine for rank in dist.get_process_group_ranks(group)}
         sums = self._sums.setdefault((op, group.size(), len(machines) > 1, waits), [0, 0])

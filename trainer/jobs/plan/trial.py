@@ -16,7 +16,7 @@ from trainer.data.nested_tensors import map_tensors, slice_rows
 from trainer.data.sampler import RankSampler
 from trainer.jobs.batch_sizes import BatchSizes
 from trainer.jobs.plan.devices import Device
-from trainer.jobs.plan.fake_mode import FakeMode, make_network, torch_without_values
+from trainer.jobs.plan.fake_mode import FakeRunMode, make_network, torch_without_values
 from trainer.jobs.plan.forks import run_forked
 from trainer.jobs.plan.ledger import Ledger, Peak
 from trainer.jobs.plan.traffic import Collective, Traffic
@@ -32,7 +32,7 @@ STEPS = 2  # the optimizer makes its state in the first one
 
 
 @dataclass(frozen=True)
-class Usage:
+class RankUsage:
     """What one rank uses in a step."""
 
     rank: int
@@ -43,7 +43,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Trial:
+class StrategyTrial:
     """A strategy on so many ranks, to be tried: each rank in a process of its own, because torch keeps meshes."""
 
     run: RunParts
@@ -52,26 +52,27 @@ class Trial:
     batches: BatchSizes
     device: Device
 
-    def __call__(self, rank: int) -> tuple[Usage | NotYetSent, dict[Any, Any]]:
+    def __call__(self, rank: int) -> tuple[RankUsage | NotYetSent, dict[Any, Any]]:
         """What this rank uses, or which rank is to be tried before; and what it has sent to others."""
         machine = self.strategy.machine
         launch = replace(machine.launch, rank=rank, local_rank=rank % self.device.per_machine)
         strategy = replace(self.strategy, machine=replace(machine, launch=launch))
         try:
             with strategy:
-                return self._usage(strategy, rank), FakeGroup.mail
-        except NotYetSent as needed:
+                return self._run_steps(strategy, rank), FakeGroup.mail
+        except NotYetSent as needed:  # a pipeline's stage, whose neighbour is to be tried before
             if dist.is_initialized():
                 dist.destroy_process_group()
             return needed, FakeGroup.mail
 
-    def _usage(self, strategy: Strategy, rank: int) -> Usage:
-        mode, traffic, work = FakeMode(), Traffic(self.device.per_machine), Work(self.device)
-        traffic.know(strategy.groups())
+    def _run_steps(self, strategy: Strategy, rank: int) -> RankUsage:
+        mode, traffic, work = FakeRunMode(), Traffic(self.device.per_machine), Work(self.device)
+        traffic.register_groups(strategy.groups())
         ledger = Ledger(mode, traffic, work)
-        batches = self._read()
+        batches = self._read_batches()  # before the mode: data sets and transforms need values
         with mode, torch_without_values(), ledger:
             batches = [_without_values(batch, mode) for batch in batches]
+            # build what fit builds, in the same order, with a network that has shapes and no values
             run = replace(self.run, strategy=strategy, machine=strategy.machine)
             run.make_network = partial(make_network, self.run.make_network, mode)
             prepared = prepare_network(run, partial(_example, batches[0]))
@@ -81,15 +82,16 @@ class Trial:
             parallel.keep_average(run.settings.ema.decay, run.settings.ema.every)
             groups = parameter_groups(parallel.network, run.spare_vectors, rules)
             optimizer = parallel.optimizer(run.make_optimizer, groups)
-            ledger.follow(parallel.network)
+            # after the strategy has built: only now parameters are the shards that this rank holds
+            ledger.label_network(parallel.network)
             ledger.label(parallel.average.state().values(), "optimizer")
             ledger.label_step(optimizer)
             for step in range(STEPS):
-                traffic.is_counting = work.is_counting = step == STEPS - 1
-                self._step(parallel, optimizer, batches, step, ledger)
-        return Usage(rank, ledger.peak(), traffic.collectives(), dict(work.seconds), work.flops)
+                traffic.is_counting = work.is_counting = step == STEPS - 1  # memory is noted from the start
+                self._run_step(parallel, optimizer, batches, step, ledger)
+        return RankUsage(rank, ledger.peak(), traffic.collectives(), dict(work.seconds), work.flops)
 
-    def _step(
+    def _run_step(
         self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger
     ) -> None:
         """One optimizer step, as the loop does it."""
@@ -99,21 +101,23 @@ class Trial:
         parallel.optimizer_step(optimizer, self.run.settings.loop.max_norm)
         parallel.after_step(step)
 
-    def _read(self) -> list[Batch]:
+    def _read_batches(self) -> list[Batch]:
         """The micro-batches of one rank's first step, with values; of the samples only the shapes matter."""
-        share = self.batches.total // self.batches.ranks
+        share = self.batches.total // self.batches.ranks  # samples of one rank in a step
+        # as the only rank, so that a data set smaller than the global batch of 1,024 ranks is enough
         sampler = RankSampler(0, 1, self.strategy.machine.torch_device, self.run.settings.seed)
         loader = TrainLoader(
             self.run.data, self.training, sampler, share, self.batches.micro_batches, LoaderOptions(workers=0)
         )
         ranks, total = self.batches.ranks, self.batches.total
+        # spans are those of the global batch, because a loss is divided by all of its samples
         return [
             batch._replace(span=range(batch.span.start * ranks, batch.span.stop * ranks), total=total)
             for batch in next(loader.epoch(0))
         ]
 
 
-def _without_values(batch: Batch, mode: FakeMode) -> Batch:
+def _without_values(batch: Batch, mode: FakeRunMode) -> Batch:
     """A micro-batch of the same shapes."""
     inputs, targets, indices = map_tensors((batch.inputs, batch.targets, batch.indices), mode.from_tensor)
     return batch._replace(inputs=inputs, targets=targets, indices=indices)
@@ -125,21 +129,21 @@ def _example(batch: Batch) -> tuple[Any, Any]:
     return slice_rows((batch.inputs, batch.targets), 0, min(2, rows), rows)
 
 
-def try_ranks(trial: Trial) -> list[Usage]:
+def try_ranks(trial: StrategyTrial) -> list[RankUsage]:
     """What each rank uses that differs from the first: those that it exchanges values with one by one.
 
     A rank that needs what another one has not sent yet is tried again after it.
     """
-    usages: list[Usage] = []
-    waiting = [0]
+    usages: list[RankUsage] = []
+    waiting = [0]  # ranks to be tried, the next one last; rank 0 stands for all that are like it
     while waiting:
         rank = waiting[-1]
         ((_, result),) = run_forked({rank: partial(trial, rank)}, at_once=1)
         if isinstance(result, Exception):
             raise result
         outcome, mail = result
-        FakeGroup.mail.update(mail)
-        if isinstance(outcome, Usage):
+        FakeGroup.mail.update(mail)  # which the next process inherits when it is forked
+        if isinstance(outcome, RankUsage):
             usages.append(outcome)
             waiting.pop()
         elif outcome.rank in waiting:  # both wait for each other: who has sent something by now may go on

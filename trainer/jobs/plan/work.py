@@ -21,11 +21,13 @@ class Work:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
         self.is_counting = False  # not what is computed before the step that is planned
 
-    def note(self, func: Any, args: Any, kwargs: Any, out: Any, phase: str) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any, phase: str) -> None:
         """Add an operator up."""
         if not self.is_counting or func.is_view:
             return
+        # every input is read and every result written once, as if no cache kept anything between operators
         touched = [*tensors((list(args), kwargs)), *tensors(out)]
+        # matrix products, convolutions and attention have a formula; all else counts by its bytes alone
         formula = flop_registry.get(func.overloadpacket)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
         dtype = touched[0].dtype if touched else torch.float32
