@@ -131,8 +131,8 @@ def test_the_tasks_of_slurms_nodes():
 
 
 def test_who_has_started_a_process_is_known_and_missed():
-    assert read({"TRAINER_PARENT": os.getppid()}).has_waiting_parent
-    assert not read({"TRAINER_PARENT": os.getpid()}).has_waiting_parent  # from further up
+    assert read({"TRAINER_PARENT": os.getppid()}).waiting_parent == os.getppid()
+    assert read({"TRAINER_PARENT": os.getpid()}).waiting_parent is None  # from further up
     env = TORCHRUN | {"TRAINER_STORE": "/private/store"}
     assert read(env | {"TRAINER_PARENT": os.getppid()}).address == "file:///private/store"
     assert read(env | {"TRAINER_PARENT": os.getpid()}).address == "a:7"  # torchrun inside of such a process

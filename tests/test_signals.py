@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer.launch.failure import claim_first_failure
+from trainer.launch.polling import poll
 from trainer.launch.rendezvous import Launch
 from trainer.launch.stop_signals import StopRequest, obey_parent_only
 
@@ -31,6 +32,14 @@ def test_a_signal_raises_the_flag_and_the_handlers_come_back(number):
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert threading.active_count() == threads
+
+
+def test_a_launcher_that_was_killed_before_anybody_listened_is_missed_all_the_same():
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    with StopRequest(Launch(waiting_parent=launcher.pid)) as stop:
+        assert poll(lambda: stop.reason or None, 60) == "the launcher is gone"
+    assert stop.raised
 
 
 def test_in_a_thread_nothing_is_raised_and_nothing_breaks():

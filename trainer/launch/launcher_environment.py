@@ -48,9 +48,9 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     # read for a single process as well: Slurm may have requeued its job
     attempt = _read_whole_number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
     missing = [key for key in ("RANK", "WORLD_SIZE") if not variables.get(key)]
-    watched = _has_waiting_parent(env)
+    parent = _waiting_parent(env)
     if len(missing) == 2:
-        return Launch(attempt=attempt, has_waiting_parent=watched)
+        return Launch(attempt=attempt, waiting_parent=parent)
     if missing:
         raise Refusal(f"the launcher's environment is incomplete: {missing[0]} missing; start with torchrun")
     rank, world_size = _read_whole_number(variables, "RANK"), _read_whole_number(variables, "WORLD_SIZE")
@@ -59,7 +59,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     # where rank 0 serves a store, or where torchrun serves one
     host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
     # of `processes=N`; one that was started from inside of such a process has another launcher
-    stored = f"file://{env['TRAINER_STORE']}" if watched and env.get("TRAINER_STORE") else ""
+    stored = f"file://{env['TRAINER_STORE']}" if parent is not None and env.get("TRAINER_STORE") else ""
     return Launch(
         rank,
         world_size,
@@ -68,7 +68,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
         _read_whole_number(variables, "LOCAL_WORLD_SIZE", world_size),
         attempt,
         run_id=variables.get("TORCHELASTIC_RUN_ID", ""),
-        has_waiting_parent=watched,
+        waiting_parent=parent,
         from_launcher=True,
         # init_method may say it instead
         address=stored or (f"{host}:{_read_whole_number(variables, 'MASTER_PORT')}" if host and port else ""),
@@ -83,11 +83,13 @@ def without_launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _has_waiting_parent(env: Mapping[str, str]) -> bool:
-    """Has `processes=N` or a sweep started this process? Refusal where that one is gone already."""
+def _waiting_parent(env: Mapping[str, str]) -> int | None:
+    """The process of `processes=N` or of a sweep that started this one, if any. Refusal where it is gone already."""
     parent = env.get("TRAINER_PARENT")
-    if parent in (None, str(os.getppid())):
-        return parent is not None
+    if parent is None:
+        return None
+    if parent == str(os.getppid()):
+        return int(parent)
     # started by somebody else, who has the variable from further up; or the parent was killed just now
     try:
         os.kill(int(parent), 0)
@@ -95,7 +97,7 @@ def _has_waiting_parent(env: Mapping[str, str]) -> bool:
         raise Refusal(f"the command that started this one (process {parent}) is gone") from None
     except PermissionError:  # another user's
         pass
-    return False
+    return None
 
 
 def apply_init_method(launch: Launch, init_method: str, patience: timedelta = STORE_TIMEOUT) -> Launch:

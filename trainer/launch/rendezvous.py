@@ -108,8 +108,8 @@ class Launch:
     run_id: str = ""  # of torchrun, the same for all its restarts; empty: nothing restarts this process
     address: str = ""  # host:port of the store, or file:///path; empty: there is none
     launcher_serves_store: bool = False  # otherwise rank 0 does
-    # `processes=N` or a sweep has started this process and waits for it: once that is gone, this one stops
-    has_waiting_parent: bool = False
+    # of `processes=N` or of a sweep: it has started this process and waits for it; once it is gone, this one stops
+    waiting_parent: int | None = None
     from_launcher: bool = field(default=False, compare=False)  # the environment says who it is, be it the only one
     owns_process: bool = False  # `python -m trainer`: the process is the run's own, and may be ended with it
     timeout: timedelta = field(default=STORE_TIMEOUT, compare=False)
@@ -122,7 +122,7 @@ class Launch:
     @property
     def is_local_child(self) -> bool:
         """Is this a rank of `processes=N`? The parent sets RANK for it; a sweep, a parent too, does not."""
-        return self.has_waiting_parent and self.from_launcher
+        return self.waiting_parent is not None and self.from_launcher
 
     @property
     def restarted_by_launcher(self) -> bool:

@@ -45,8 +45,8 @@ class StopRequest:
         self._store: Store | None = None
         self._may_end = self._launch.owns_process or self._launch.world_size > 1
         self._interrupted, self._terminated = math.inf, False  # when first by SIGINT; ever by SIGTERM
-        # the launcher: one that is killed signals nobody
-        self._parent = os.getppid() if self._launch.restarted_by_launcher or self._launch.has_waiting_parent else None
+        # the launcher: one that is killed signals nobody. It may be gone already, and getppid() another process by now
+        self._parent = self._launch.waiting_parent or (os.getppid() if self._launch.restarted_by_launcher else None)
 
     def __enter__(self) -> StopRequest:
         """Listen from now on. Only the main thread can; in others nothing is ever raised."""
