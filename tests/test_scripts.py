@@ -199,12 +199,19 @@ build_wheel = build_editable
 """
 
 
+# says also whether the time of a set-up is taken off the age of the process
+LAUNCH = """
+import os, sys
+print(sys.prefix, *sys.argv[1:], "younger" if float(os.environ.get("TRAINER_AGE", 0)) < 0 else "as old as it is")
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout that sets up in seconds, in a path with a space; training prints its words."""
     folder = tmp_path / "a checkout"
     shutil.copytree(SCRIPTS, folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "scripts" / "launch.py").write_text("import sys\nprint(sys.prefix, *sys.argv[1:])\n")
+    (folder / "scripts" / "launch.py").write_text(LAUNCH)
     build = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     (folder / "pyproject.toml").write_text(build)
     (folder / "constraints.txt").touch()
@@ -237,10 +244,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 def test_set_up_once_for_all_who_call(checkout: Path) -> None:
     both = [train(checkout, "a word"), train(checkout, "a word")]
     outputs = [finish(process) for process in both]
-    assert [out for out, _ in outputs] == [f"{checkout / '.venv'} a word\n"] * 2
+    assert [out for out, _ in outputs] == [f"{checkout / '.venv'} a word younger\n"] * 2
     assert sum("set up in" in errors for _, errors in outputs) == 1
     before = (checkout / ".venv" / "ready.json").stat()
-    assert finish(train(checkout)) == (f"{checkout / '.venv'}\n", "")
+    assert finish(train(checkout)) == (f"{checkout / '.venv'} as old as it is\n", "")
     assert (checkout / ".venv" / "ready.json").stat() == before
 
 
@@ -269,7 +276,7 @@ def test_a_checkout_that_was_moved_sets_up_again(checkout: Path) -> None:
     (checkout / ".venv" / "ready.json").write_text(json.dumps(facts))
     (checkout / ".venv" / "names the old place").touch()
     out, errors = finish(train(checkout))
-    assert out == f"{checkout / '.venv'}\n"
+    assert out == f"{checkout / '.venv'} younger\n"
     assert "set up in" in errors
     assert not (checkout / ".venv" / "names the old place").exists()
 
