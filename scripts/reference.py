@@ -21,7 +21,12 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 PAGE = CHECKOUT / "docs" / "reference.md"
 PAGES = ("extending.md", "own-strategy.md", "python.md")
-GIVEN = ("trainer.data.rng.Random", "trainer.parallel.ranks.Ranks")
+GIVEN = (
+    "trainer.data.rng.Random",
+    "trainer.launch.rendezvous.Launch",
+    "trainer.parallel.ranks.Ranks",
+    "trainer.records.checkpoint.manifest.Manifest",
+)
 IMPORTED = re.compile(r"^from (trainer(?:\.\w+)+) import ([\w, ]+)$", re.MULTILINE)
 
 HEAD = """# Reference: the names that a lab imports

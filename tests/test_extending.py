@@ -15,7 +15,7 @@ from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from trainer.messages import NotFinite, Refusal
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +157,33 @@ PLAIN = (*BRIEF, "optimizer=sgd", "optimizer.lr=0.01", "loop.steps=12")
 LOCAL = (*BRIEF, "optimizer=adamw", "strategy.every=4")
 RARELY = ("loop.eval_every=null", "loop.save_every=null")
 OFTEN = ("loop.eval_every=3", "loop.save_every=5")
+
+
+BREAKING = """
+from lab.task import Frequency
+
+
+class Breaking(Frequency):  # a finite loss, whose gradient is NaN
+    def loss(self, output, target):
+        return super().loss(output, target) + (0 * output).abs().sqrt().sum()
+"""
+
+
+def test_the_first_strategy_of_the_page_steps_by_signs_and_hides_no_nan(home: Path) -> None:
+    plain = ("momentum=0", "nesterov=false", "weight_decay=0", "lr=0.5")
+    sgd = ["optimizer=sgd", *(f"optimizer.{word}" for word in plain)]
+    words = ["strategy=majority", *sgd, *BRIEF, "loop.steps=2"]
+    assert train(Launch(), home, "run.dir=signs", *words, "loop.save_every=1") == 0
+    kept = sorted((home / "signs" / "checkpoints").glob("step-*"))
+    before, after = ({k: x for file in at.glob("*.safetensors") for k, x in load_file(file).items()} for at in kept)
+    moved = [(after[name] - before[name]) * 2 for name in before if name.endswith(("weight", "bias"))]
+    assert len(moved) == 6
+    assert {round(x, 5) for tensor in moved for x in tensor.flatten().tolist()} <= {-1.0, 0.0, 1.0}
+    assert all(tensor.any() for tensor in moved)
+
+    (home / "lab" / "breaking.py").write_text(BREAKING)
+    with pytest.raises(NotFinite, match=r"step 1: the norm of the gradient is nan, and every loss is finite"):
+        train(Launch(), home, "run.dir=broken", *words, "loop.max_norm=1", "task._target_=lab.breaking.Breaking")
 
 
 def stored(folder: Path) -> list[str]:
