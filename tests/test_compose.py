@@ -238,6 +238,14 @@ class TestLab:
         assert "model.width=big" in refusal(*cd, "model.width=big")
         assert "did you mean model.width" in refusal(*cd, "model.widht=3")
 
+    def test_a_misspelt_key_of_its_yaml_gets_no_advice_that_cannot_help(self, lab: Path) -> None:
+        put(lab, "strategy/votes", "_target_: lab.votes.Votes\nscale: 1.0\n")
+        put(lab, "task/scaled", "_target_: lab.votes.Scaled\nscale: 1.0\n")  # as near, and of another group
+        said = refusal("--config-dir", "lab/conf", "strategy=votes", "task=scaled", "strategy.scael=2")
+        assert said.strip().endswith("strategy.scael: there is no such key or group; did you mean strategy.scale?")
+        said = refusal("--config-dir", "lab/conf", "strategy=votes", "strategy.scale_of_rest=2")
+        assert "If Votes has a parameter scale_of_rest, write +strategy.scale_of_rest=2" in said
+
     def test_an_experiment_chooses_and_sets(self, lab: Path) -> None:
         put(
             lab,

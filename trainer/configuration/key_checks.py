@@ -219,7 +219,10 @@ def check_override_key(override: Override, known: Mapping[str, Any], places: lis
     if options_with_key:
         problems[0] += f" It is a key of {above}={' or '.join(options_with_key[:4])}."
     # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
-    if not override.is_delete() and (target := known.get(f"{above}._target_")):
+    # Not where it is one of the yaml's own keys misspelt; a word that two names share is no misspelling.
+    own = [key.rpartition(".")[2] for key in nearest_keys(path, known) if key.rpartition(".")[0] == above]
+    is_misspelt = any(_similarity(name, key) >= 0.8 for key in own)
+    if not override.is_delete() and not is_misspelt and (target := known.get(f"{above}._target_")):
         problems[0] += f" If {str(target).rpartition('.')[2]} has a parameter {name}, write +{override_text(override)}"
     return problems
 
@@ -255,7 +258,8 @@ def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
     named = [key for key in known if not re.search(r"\._|\.\d+$", key) and not f"{path}.".startswith(f"{key}.")]
     scored = {other: likeness(other) for other in named}
     best = sorted((other for other in scored if scored[other] > 0.6), key=scored.__getitem__, reverse=True)
-    return [other for other in best if scored[other] > scored[best[0]] - 0.1][:3]
+    near = [other for other in best if scored[other] > scored[best[0]] - 0.1]
+    return ([other for other in near if above and other.startswith(f"{above}.")] or near)[:3]
 
 
 def _similarity(word: str, other: str) -> float:
