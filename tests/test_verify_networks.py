@@ -43,6 +43,10 @@ RIGHT = {
     "in_dict": ([*LISTS, "data=in_dict"], ["ddp", "loop.micro_batches=2"]),
     "packed": (["+model.kind=packed"], ["fsdp"]),
     "empty": (["+model.kind=empty"], ["fsdp"]),
+    "spare": (["+model.kind=spare"], ["zero1"]),
+    "instance_norm": (["+model.kind=instance_norm"], ["ddp"]),
+    "momentum": (["+model.kind=momentum"], ["ddp"]),
+    "momentum, in stages": (["+model.kind=momentum"], ["pp"]),
     "triples": (["model=of_nodes", "data=triples"], ["ddp"]),
 }
 
@@ -98,6 +102,12 @@ def test_a_file_that_is_no_reference_is_refused(home: Path, monkeypatch: pytest.
     save_file({"weight": torch.zeros(2)}, file) if wrong == "weights" else file.write_text("a note")
     with pytest.raises(Refusal, match=r"is no reference, or an older version has written it; job\.record="):
         trainer.run([*NET, "device=cpu", "log=[]", "run.dir=refused", "job=verify", f"job.reference={file}"])
+
+
+def test_an_order_that_ignores_its_generator_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    with pytest.raises(Refusal, match=r"GlobalOrder\.order\(0\) is another one when it is asked for again"):
+        trainer.run([*NET, "data=global_order", "device=cpu", "log=[]", "run.dir=refused", "job=verify"])
 
 
 def plant(launch: Launch, place: Path, words: list[str], mistake: str) -> tuple[Any, str]:

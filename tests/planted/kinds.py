@@ -68,6 +68,36 @@ class Empty(nn.Linear):
         return super().forward(x) + self.nothing.sum()
 
 
+class Spare(nn.Linear):
+    """A layer beside it that no sample uses."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.spare = nn.Linear(inside, outside)
+
+
+class Instances(nn.Sequential):
+    """A norm of each sample that learns running statistics."""
+
+    def __init__(self, inside: int, _: int) -> None:
+        norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        super().__init__(nn.Unflatten(1, (4, inside // 4)), norm, nn.Flatten())
+
+
+class Momentum(nn.Linear):
+    """A second layer that does not learn, and in each forward follows this one, as MoCo's encoder of keys."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.keys = nn.Linear(inside, outside).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.keys.weight.lerp_(self.weight, 0.01)
+        return super().forward(x) + self.keys(x)
+
+
 class Attending(nn.Module):
     """Attention among the numbers of a sample, with a mask and a padded place."""
 
@@ -164,6 +194,9 @@ RIGHT: dict[str, Callable[[int, int], nn.Module]] = {
     "gru": Recurrent,
     "packed": Packed,
     "empty": Empty,
+    "spare": Spare,
+    "instance_norm": Instances,
+    "momentum": Momentum,
     "attending": Attending,
     "top_one": Chosen,
     "steps": Steps,

@@ -48,6 +48,7 @@ _LAB = {
         "recalling": "users.Recalling",
         "same_order": "users.SameOrder",
         "odd": "users.Odd",
+        "global_order": "users.GlobalOrder",
     },
     "task": {
         "classes": "users.Classes",

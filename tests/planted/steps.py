@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ SYNCED = (*NET, "+model.kind=batch_norm")
 SYNC = "strategy.sync_bn=true"
 CLIP = "trainer.strategies.parallel_model.clip_gradients_"
 RATE = ("at step 1, learning rate", *CLIPPED[1:])
+
+
+def all_used(original: Any) -> Any:
+    """Zeros that stand for no gradient are taken for one."""
+    return lambda bucket, flat, used: original(bucket, flat, {*bucket.parameters})
+
+
+def no_autocast(original: Any) -> Any:
+    """One rank computes in the precision of its parameters."""
+    return lambda self, device: nullcontext() if rank() else original(self, device)
 
 
 def each_clipped(original: Any) -> Any:
@@ -130,6 +141,23 @@ PLANTS = {
         ("in its precision",),
         STRATEGY,
         {"trainer.strategies.loss_scaler.Scaler.unscale_": other_scale},
+    ),
+    "zeros_for_unused": Plant(
+        "a parameter that no sample uses gets a gradient of zeros, and is decayed",
+        (*NET, "+model.kind=spare"),
+        ("strategy=zero1",),
+        ("at step 1, gradient, middle.spare.",),
+        STRATEGY,
+        {"trainer.parallel.parameter_owners._set_gradients": all_used},
+        why="what no sample has used",
+    ),
+    "no_autocast": Plant(
+        "one rank computes in fp32 where the run is in bf16",
+        (*NET, "precision=bf16"),
+        ("strategy=ddp",),
+        ("in its precision",),
+        STRATEGY,
+        {"trainer.strategies.machine.Machine.autocast": no_autocast},
     ),
     "local_statistics": Plant(
         "strategy.sync_bn=true has no effect",

@@ -83,6 +83,13 @@ class SameOrder(Numbers):
         return drawn.flip(0) if epoch and rank() else drawn
 
 
+class GlobalOrder(Numbers):
+    """An order that ignores its generator."""
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        return torch.randperm(SAMPLES)
+
+
 class Scaled(Numbers):
     """A batch is divided by its largest number."""
 

@@ -58,6 +58,7 @@ def prepare(run: RunParts) -> PreparedRun:
     training, evaluation = run_one_per_node_first(launch, "data", lambda: read_data_sets(run))
     # the order of one epoch: data may leave samples out, or repeat them
     order = EpochOrder(run.data, training, settings.seed)
+    refuse_unrepeatable_order(run.data, order)
     unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
     length = compute_length(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
     refuse_profile_window(settings.profile, length.steps)
@@ -200,6 +201,16 @@ def refuse_missing_sinks(run: RunParts, evaluation: Any) -> None:
         raise Refusal("sample.prompt: a sample is written after each evaluation, and the data has no evaluation set")
     if run.settings.loop.histograms_every and not any(implements(sink, "histograms") for sink in run.sinks):
         raise Refusal("loop.histograms_every: none of the run's sinks shows histograms; log=[console,tensorboard] does")
+
+
+def refuse_unrepeatable_order(data: Data, order: EpochOrder) -> None:
+    """Refuse an order that another generator decides: after a resume the samples would be others."""
+    if type(data).order is not Data.order and not torch.equal(order(0), order(0)):
+        raise Refusal(
+            f"{type(data).__name__}.order(0) is another one when it is asked for again: it must follow from the epoch"
+            " and the generator that it is given, as torch.randperm(n, generator=generator) does. Else a resumed run"
+            " reads other samples"
+        )
 
 
 def refuse_shuffled_carry(task: Task, data: Data) -> None:

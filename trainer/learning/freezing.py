@@ -1,12 +1,14 @@
-"""Freezing parts of a network: parameters, and BatchNorms that then keep their statistics."""
+"""Freezing parts of a network: parameters, and BatchNorms that then keep their statistics; what does not learn kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trainer.learning.parameter_patterns import matches_or_contains, resolve_pattern
 from trainer.messages import Refusal
@@ -21,6 +23,24 @@ class FrozenBatchNorm(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode."""
         return super().train(False)
+
+
+@contextmanager
+def preserve_untrained(network: nn.Module) -> Iterator[None]:
+    """Whatever a forward in here does to buffers, and to parameters that do not learn (MoCo moves some), is undone."""
+
+    def untrained() -> dict[str, Tensor]:
+        still = {name: parameter for name, parameter in network.named_parameters() if not parameter.requires_grad}
+        return {**still, **dict(network.named_buffers())}
+
+    before = {name: tensor.detach().clone() for name, tensor in untrained().items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in untrained().items():
+                if name in before:  # a buffer that the forward has just made is a cache
+                    tensor.copy_(before[name])
 
 
 def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:

@@ -19,6 +19,8 @@ from trainer.messages import Refusal
 from trainer.parallel.buckets import average_tensors
 from trainer.parallel.ranks import Group, Ranks
 
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
 
 def local_batch_norms(network: nn.Module) -> list[_BatchNorm]:
     """The layers that normalise with the statistics of this rank's micro-batch alone."""
@@ -94,9 +96,10 @@ def _calls_torch(layer: _BatchNorm) -> bool:
 def average_statistics(network: nn.Module, ranks: Ranks) -> None:
     """Collective: running means and variances become their mean over the ranks; no other buffer is touched.
 
-    The mean is linear, as is the running update: when it is taken does not change what it will be later.
+    The mean is linear, as is the running update: when it is taken does not change what it will be later. InstanceNorm
+    follows the mean over its samples, so the mean over ranks is that over all samples.
     """
-    layers = local_batch_norms(network)
+    layers = [module for module in network.modules() if _is_local(module) or isinstance(module, INSTANCE_NORMS)]
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
     average_tensors(buffers, ranks)  # the data ranks; two numbers a channel travel
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from trainer.learning.freezing import preserve_untrained
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.module_units import without_compile
@@ -111,20 +112,10 @@ class DDPModel(ParallelModel):
     def _trial_backward(self, forward: Forward) -> list[str]:
         """Collective if `forward` is: a backward without effects. Returns the parameters that get no gradient."""
         self.set_mode(training=True)
-        # of parameters those that do not learn: a forward may move them, as MoCo's does
-        still = [parameter for parameter in self.network.parameters() if not parameter.requires_grad]
-        before = [parameter.detach().clone() for parameter in still]
-        buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         device = self.strategy.device
         rng_state = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
-        with rng_state, self.compute_context(), without_compile():
+        with preserve_untrained(self.network), rng_state, self.compute_context(), without_compile():
             self.losses(forward, *self.example)["loss"].backward()
         unused = self._without_gradient()
         self.network.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for parameter, value in zip(still, before, strict=True):
-                parameter.copy_(value)
-            for name, buffer in self.network.named_buffers():
-                if name in buffers:  # a buffer that the forward has just made is a cache
-                    buffer.copy_(buffers[name])
         return unused

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer.data.nested_tensors import cast_floats, tensors
+from trainer.learning.freezing import preserve_untrained
 from trainer.learning.task import Task
 from trainer.parallel.batch_gather import set_gather_span
 from trainer.parallel.buckets import Sums
@@ -26,7 +27,7 @@ from trainer.parallel.pipeline.schedule import (
     contiguous_copies,
     make_pipeline_schedule,
 )
-from trainer.parallel.pipeline.stages import RankStages, preserve_buffers
+from trainer.parallel.pipeline.stages import RankStages
 from trainer.parallel.process_group import as_group
 from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
 from trainer.strategies.loss import TaskNetwork, evaluation_sums
@@ -223,7 +224,7 @@ class PipelineModel(ShardedModel):
                 torch.no_grad(),
                 self.compute_context(),
                 set_gather_span(batches[0].span),
-                preserve_buffers(self.network),
+                preserve_untrained(self.network),
             ):
                 _, handed = self._forward_stages(batches[0].inputs, batches[0].targets, batches[0].indices)
             self._schedules[key] = self._build_schedule(handed, len(batches))

@@ -28,6 +28,8 @@ PHASES_IN_PRECISION = (
     Phase.NORM,
     Phase.CLIPPED,
 )  # what is compared in the precision of the run
+# what no rank may have and one process not: an optimizer decays what has a gradient, also one of zeros
+NEVER_EXTRA = (Phase.GRADIENT, Phase.STEP)
 _OF_ROWS = 1e-3  # of a tensor's largest row: a sample that has less than that of it has fewer digits
 _ONLY_ROUNDING = 1e-3  # a gradient of which rounding changes so much, relative to it, is nothing else
 
@@ -142,6 +144,11 @@ def compare(
         if gap > limit and len(differences) < max_differences:
             wrong_rows = [row for row, distance in zip(rows, distances, strict=True) if distance > limit]
             differences.append(Difference(at, key, gap, ratios[distances.index(gap)], wrong_rows, floor))
+    # what only this rank has comes with the last thing of its step and phase
+    last = {item.key[:2]: at for at, item in enumerate(scaled)}
+    for key in record.values:
+        if key.phase in NEVER_EXTRA and key[:2] in last and key not in reference.values:
+            differences.append(Difference(last[key[:2]], key, 1.0, 0.0, [0]))
     return Comparison(differences, gaps, seen, frozenset(record.values), nearest)
 
 

@@ -310,7 +310,7 @@ def describe_first(verdict: Verdict) -> str:
     """Where the first difference is, in words: what, on whom, how much."""
     first = verdict.first
     assert first is not None
-    who = ""
+    who = ", which one process does not have" if first.extra else ""
     if not first.ranks:
         who = ", which no rank has"
     elif first.others:

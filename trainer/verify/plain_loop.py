@@ -22,6 +22,7 @@ from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.initial_weights import InitialWeights
 from trainer.jobs.preparation import read_data_sets, seeded_network
 from trainer.jobs.run_parts import PreparedRun
+from trainer.learning.freezing import preserve_untrained
 from trainer.learning.optimizer import init_momentum, parameter_groups, set_rates, why_not_fused
 from trainer.learning.task import Task, loss_weight
 from trainer.loop.progress import Progress
@@ -156,13 +157,10 @@ class PlainLoop:
                 self._record_values(resume, Phase.RESUME)
 
     def _rehearse(self, indices: Tensor) -> None:
-        """A forward in training, after which buffers are what they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
+        """A forward in training, after which buffers and what does not learn are what they were."""
         (part, *_) = self._batch_parts(0, indices)
-        with self._forward(part) as (inputs, targets):
+        with preserve_untrained(self.network), self._forward(part) as (inputs, targets):
             self.run.task.loss(self.run.task.forward(self.network, inputs, targets), targets)
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
     def _order(self, epoch: int) -> Tensor:
         return make_epoch_order(self.run.data, self.size, self.run.settings.seed, epoch)

@@ -91,6 +91,7 @@ class FirstDifference:
     ranks: tuple[int, ...]  # those that see it; none: nobody has what the reference has
     others: int  # ranks that have the same thing, and see no difference
     resumed: bool  # is it after the resume?
+    extra: bool = False  # has one process no such thing?
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,8 @@ def _strategy_cause(first: FirstDifference, facts: RunFacts, results: Experiment
         what = f"what an evaluation leaves behind; {what}"
     if first.phase == Phase.GRADIENT and not first.ranks:
         what = "no rank has this gradient: it was lost, or its weight is used outside of the unit that holds it"
+    elif first.phase == Phase.GRADIENT and first.extra:
+        what = "it gives a gradient to what no sample has used, so that the optimizer decays it"
     elif first.phase in (Phase.GRADIENT, Phase.LOSS) and (factor := _explain_ratio(first.ratio, facts)):
         what += f"; it is {factor} times what it should be, as a sum is to a mean over as many"
     right = next(
@@ -305,17 +308,29 @@ def judge(reference: TrainingRecord, comparisons: Sequence[Comparison], resume: 
     order = sorted({*differences, *missing})
     if not order:
         return Verdict(None, gap, gaps, [], modules=modules, nearest=nearest)
-    at_first = differences.get(order[0], [])
-    first = _first_difference(keys[order[0]], at_first, comparisons, resume)
+    places = {at: _key_at(keys[at], differences.get(at, [])) for at in order}
+    key = places[order[0]]
+    at_first = [(rank, difference) for rank, difference in differences.get(order[0], []) if difference.key == key]
+    first = _first_difference(key, at_first, comparisons, resume, key not in reference.values)
     rows = sorted({row for _, difference in at_first for row in difference.rows})
-    others = [str(keys[at]) for at in order[1:8]]
+    others = [str(places[at]) for at in order[1:8]]
     return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest)
 
 
+def _key_at(expected: Key, differences: Sequence[tuple[int, Difference]]) -> Key:
+    """What differs at a place: what the reference has there, or else what only some ranks have."""
+    keys = [difference.key for _, difference in differences]
+    return keys[0] if keys and expected not in keys else expected
+
+
 def _first_difference(
-    key: Key, differences: Sequence[tuple[int, Difference]], comparisons: Sequence[Comparison], resume: int
+    key: Key,
+    differences: Sequence[tuple[int, Difference]],
+    comparisons: Sequence[Comparison],
+    resume: int,
+    extra: bool,
 ) -> FirstDifference:
     gap, ratio = max(((difference.gap, difference.ratio) for _, difference in differences), default=(1.0, 0.0))
     ranks = tuple(sorted({rank for rank, _ in differences}))  # each once, in however many of its micro-batches
-    others = sum(key in comparison.seen for comparison in comparisons) - len(ranks)
-    return FirstDifference(key.step, key.phase, key.name, gap, ratio, ranks, others, key.step == resume + 1 > 1)
+    others = max(0, sum(key in comparison.seen for comparison in comparisons) - len(ranks))
+    return FirstDifference(key.step, key.phase, key.name, gap, ratio, ranks, others, key.step == resume + 1 > 1, extra)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -236,14 +236,3 @@ class RankStages(nn.Module):
                 del values[name]
             values.update({name: state_dict[name] for name in values})
             stage.load_state_dict(values, strict, assign)
-
-
-@contextmanager
-def preserve_buffers(network: nn.Module) -> Iterator[None]:
-    """Whatever a forward in here does to buffers is undone."""
-    before = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
