@@ -95,6 +95,7 @@ class Comparison(NamedTuple):
     seen: dict[Key, int]  # what was compared → rows
     held: frozenset[Key]  # what there was, compared or not
     nearest: dict[str, Margin]  # to its limit, of each phase
+    wider: tuple[str, ...] = ()  # modules whose output has wider numbers than the reference's
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,12 @@ class Rounding:
     floor: float  # how far one process is from itself, with each weight moved by the last bit
     first: Margin | None  # what rounding does not explain
     nearest: dict[str, Margin]  # to its limit, of each phase
+    wider: str = ""  # a module that gives wider numbers than on one process, and on which ranks
 
     @property
     def explains(self) -> bool:
         """Is all that differs of the kind that rounding makes?"""
-        return self.first is None
+        return self.first is None and not self.wider
 
     def __str__(self) -> str:
         return f"{self.precision} gap {self.gap:.1e} (noise floor {self.floor:.1e})"
@@ -276,7 +278,10 @@ def _parameter_of(name: str) -> str:
 def compare_in_precision(plain: TrainingRecord, record: TrainingRecord, precision: str) -> Comparison:
     """What in a record is further from the reference's than rounding takes it, however far that is."""
     tolerances = TOLERANCES[precision]._replace(excused=inf, excused_beside=inf)
-    return compare(plain, record, tolerances, max_differences=len(plain.values))
+    comparison = compare(plain, record, tolerances, max_differences=len(plain.values))
+    widths = record.facts.get("widths", {})
+    wider = [name for name, width in plain.facts.get("widths", {}).items() if widths.get(name, 0) > width]
+    return comparison._replace(wider=tuple(wider))
 
 
 def judge_rounding(
@@ -296,7 +301,11 @@ def judge_rounding(
         earliest = min(unexplained, key=lambda difference: difference.at)
         key = earliest.key
         first = Margin(0.0, earliest.gap, earliest.floor, key.step, key.phase, key.name)
-    return Rounding(precision, curve_gap(*curves), plain.facts["floor"], first, nearest_to_limits(comparisons))
+    wider = next((comparison.wider[0] for comparison in comparisons if comparison.wider), None)
+    ranks = [str(rank) for rank, comparison in enumerate(comparisons) if wider in comparison.wider]
+    where = "" if wider is None else f"{wider or 'the output of the network'}, rank {', '.join(ranks)}"
+    floor = plain.facts["floor"]
+    return Rounding(precision, curve_gap(*curves), floor, first, nearest_to_limits(comparisons), where)
 
 
 def perturbation_size(precision: str) -> float:

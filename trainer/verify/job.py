@@ -156,7 +156,7 @@ class Verify(Job):
             narrowing = narrowing_keys(run)
             with computing_in(run, precision):  # is it as it should be, with nothing narrower than that?
                 explained = bool(narrowing) and measure("wide")[0].explains
-            verdict = replace(verdict, cause=explain_precision(precision, narrowing if explained else ""))
+            verdict = replace(verdict, cause=explain_precision(rounding, narrowing if explained else ""))
         return verdict, curves, done
 
     def _report(
@@ -201,7 +201,7 @@ class Verify(Job):
                 done = train_and_record(run, plain, ends, stop)
                 done = done and train_and_record(run, perturbed, ends, stop, shake=perturbation_size(precision))
         if done and plain.values:
-            plain.facts = {"floor": curve_noise_floor(loss_curve(plain), loss_curve(perturbed), precision)}
+            plain.facts |= {"floor": curve_noise_floor(loss_curve(plain), loss_curve(perturbed), precision)}
             plain.floors = noise_floors(plain, perturbed, TOLERANCES[precision])
             plain.write(path_in_precision(path, run))
         if done:
@@ -272,10 +272,13 @@ def narrowing_keys(run: PreparedRun) -> str:
     )
 
 
-def explain_precision(precision: str, narrowing: str) -> str:
+def explain_precision(rounding: Rounding, narrowing: str) -> str:
     """The cause where fp64 is the same, and the precision of the run is not. narrowing: keys without which it is."""
+    precision = rounding.precision
     if narrowing:
         return f"{narrowing}, which is narrower than precision={precision}; without it the strategy trains the same"
+    if rounding.first is None:
+        return f"not known: in fp64 the strategy trains the same. There this module computes outside of {precision}"
     return (
         f"not known: in fp64 the strategy trains the same. Something in it is narrower than {precision}, or scales"
         f" otherwise there; or sums in {precision} in another order are more than this network bears"
@@ -297,9 +300,11 @@ def verdict_lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, 
     if verdict.same:
         return [f"SAME: {what}, {format_count(steps, 'step')}, {gap}{rounding}", *lines]
     if verdict.first is None:
-        there = verdict.rounding.first if verdict.rounding else None
-        assert there is not None
-        where = f"{Key(there.step, there.phase, there.name)}, {there.gap:.1e} (noise floor {there.floor:.1e})"
+        assert verdict.rounding is not None
+        if there := verdict.rounding.first:
+            where = f"{Key(there.step, there.phase, there.name)}, {there.gap:.1e} (noise floor {there.floor:.1e})"
+        else:
+            where = f"forward, {verdict.rounding.wider}, in wider numbers than on one process"
         headline = f"DIFFERS in its precision alone: {what}, {gap}{rounding}; first at {where}; cause: {verdict.cause}"
         return [headline, *lines]
     lines += [f"then        {place}" for place in verdict.others]

@@ -145,6 +145,8 @@ class SketchingObserver(ModuleObserver):
                     self.record.parts.pop(key, None)
 
     def _observe(self, phase: str, name: str, call: int, tree: Any, rows: Sequence[int]) -> None:
+        if phase == Phase.FORWARD:
+            self.record.note_width(name, tree)
         if not self.record.wants(phase):
             return
         lists = {place for of, place in self._lists if of == phase}

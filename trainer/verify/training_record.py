@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.data.nested_tensors import named_tensors
 from trainer.data.rng import GOLDEN, mix_bits, to_int64
 from trainer.parallel.context_parallel import Pieces
 from trainer.parallel.ranks import Group, Ranks
@@ -170,6 +171,13 @@ class TrainingRecord:
     def wants(self, phase: str) -> bool:
         """Will somebody ask for it?"""
         return self.phases is None or phase in self.phases
+
+    def note_width(self, module: str, tree: Any) -> None:
+        """Keep the bytes of the widest numbers that a module has given: autocast decides them, rounding does not."""
+        widths = self.facts.setdefault("widths", {})
+        for _, x in named_tensors(tree, module):
+            if x.is_floating_point():
+                widths[module] = max(x.dtype.itemsize, widths.get(module, 0))
 
     def add(self, key: Key, rows: Sequence[int], sketches: Tensor) -> None:
         """Keep the sketches of these rows: samples of the global batch, or 0 of what is one thing."""
