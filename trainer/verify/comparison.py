@@ -5,29 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import inf
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
 from trainer.parallel.optimizer_state import EMA_PREFIX, OPTIMIZER_PREFIX
-from trainer.verify.training_record import FIRST, LENGTH, PATTERN, Key, Phase, TrainingRecord, sketch_distance
+from trainer.verify.training_record import LENGTH, PATTERN, Key, Phase, TrainingRecord, sketch_distance
 
 # of a number, relative to it: half of it at most, but of weights in fp64 a whole one, for half of it rounds to nothing
 LAST_BIT = {"fp64": 2.0**-52, "fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
 # so many last bits each weight is moved by to find the floors: a ReLU whose input is that near to zero may be on either
 # side of it, which one last bit would seldom show; in narrow precisions more would be no small change
 PERTURBED_BITS = {"fp64": 30, "fp32": 30, "bf16": 3, "fp16": 3}
-# Where a ReLU falls on its other side, it changes the gradients of the layers before it, some of them or most. What
-# reduces gradients, or scales losses, changes all of them: this part of a step's at least, and some of its first ones
-_MANY, _FIRST = 0.25, 3
-PHASES_IN_PRECISION = (
-    Phase.LOSS,
-    Phase.GRADIENT,
-    Phase.NORM,
-    Phase.CLIPPED,
-)  # what is compared in the precision of the run
 # what no rank may have and one process not: an optimizer decays what has a gradient, also one of zeros
 NEVER_EXTRA = (Phase.GRADIENT, Phase.STEP)
 _OF_ROWS = 1e-3  # of a tensor's largest row: a sample that has less than that of it has fewer digits
@@ -96,26 +86,6 @@ class Comparison(NamedTuple):
     held: frozenset[Key]  # what there was, compared or not
     nearest: dict[str, Margin]  # to its limit, of each phase
     wider: tuple[str, ...] = ()  # modules whose output has wider numbers than the reference's
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """How far a strategy is from one process in the configured precision."""
-
-    precision: str
-    gap: float  # of losses, relative
-    floor: float  # how far one process is from itself, with each weight moved by the last bit
-    first: Margin | None  # what rounding does not explain
-    nearest: dict[str, Margin]  # to its limit, of each phase
-    wider: str = ""  # a module that gives wider numbers than on one process, and on which ranks
-
-    @property
-    def explains(self) -> bool:
-        """Is all that differs of the kind that rounding makes?"""
-        return self.first is None and not self.wider
-
-    def __str__(self) -> str:
-        return f"{self.precision} gap {self.gap:.1e} (noise floor {self.floor:.1e})"
 
 
 class _Scaled(NamedTuple):
@@ -272,59 +242,6 @@ def _parameter_of(name: str) -> str:
     return name.removeprefix(EMA_PREFIX)
 
 
-# --- the same in the precision of the run, where rounding is larger ---
-
-
-def compare_in_precision(plain: TrainingRecord, record: TrainingRecord, precision: str) -> Comparison:
-    """What in a record is further from the reference's than rounding takes it, however far that is."""
-    tolerances = TOLERANCES[precision]._replace(excused=inf, excused_beside=inf)
-    comparison = compare(plain, record, tolerances, max_differences=len(plain.values))
-    widths = record.facts.get("widths", {})
-    wider = [name for name, width in plain.facts.get("widths", {}).items() if widths.get(name, 0) > width]
-    return comparison._replace(wider=tuple(wider))
-
-
-def judge_rounding(
-    precision: str, plain: TrainingRecord, comparisons: Sequence[Comparison], curves: Sequence[Sequence[float]]
-) -> Rounding:
-    """What the comparisons of all ranks in a precision mean. curves: the losses of one process, and of the strategy."""
-    differences = {difference.key: difference for comparison in comparisons for difference in comparison.differences}
-    seen = {key for comparison in comparisons for key in comparison.seen}
-    unexplained = []
-    for _, group in groupby(plain.values, key=lambda key: (key.step, key.phase)):
-        keys = [key for key in group if key in seen]
-        differing = [key for key in keys if key in differences]
-        if len(differing) >= _MANY * len(keys) and any(key in differences for key in keys[:_FIRST]):
-            unexplained += [differences[key] for key in differing]
-    first = None
-    if unexplained:
-        earliest = min(unexplained, key=lambda difference: difference.at)
-        key = earliest.key
-        first = Margin(0.0, earliest.gap, earliest.floor, key.step, key.phase, key.name)
-    wider = next((comparison.wider[0] for comparison in comparisons if comparison.wider), None)
-    ranks = [str(rank) for rank, comparison in enumerate(comparisons) if wider in comparison.wider]
-    where = "" if wider is None else f"{wider or 'the output of the network'}, rank {', '.join(ranks)}"
-    floor = plain.facts["floor"]
-    return Rounding(precision, curve_gap(*curves), floor, first, nearest_to_limits(comparisons), where)
-
-
 def perturbation_size(precision: str) -> float:
     """How far weights are moved to find the floors, relative to themselves."""
     return PERTURBED_BITS[precision] * LAST_BIT[precision]
-
-
-def loss_curve(record: TrainingRecord) -> list[float]:
-    """The loss of each step."""
-    keys = [key for key in record.values if key.phase == Phase.LOSS and key.name == "loss"]
-    tables = map(record.table, keys)
-    return [float("nan") if table[0, PATTERN] else float(table[0, FIRST]) for table in tables]
-
-
-def curve_gap(first: Sequence[float], second: Sequence[float]) -> float:
-    """The largest difference of two curves, relative to the first."""
-    return max(abs(x - y) / max(abs(x), 1e-30) for x, y in zip(first, second, strict=True))
-
-
-def curve_noise_floor(curve: Sequence[float], perturbed: Sequence[float], precision: str) -> float:
-    """How far a curve is from itself with weights moved by a last bit, and no less than one last bit."""
-    return max(curve_gap(curve, perturbed) / PERTURBED_BITS[precision], LAST_BIT[precision])

@@ -19,21 +19,19 @@ from trainer.launch.store_collectives import broadcast_from_main
 from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.run_folder import RunFolder, choose_path
 from trainer.verify.cause_experiments import Experiments, collect_facts
-from trainer.verify.comparison import (
-    PHASES_IN_PRECISION,
-    TOLERANCES,
-    Rounding,
-    compare,
-    compare_in_precision,
-    curve_noise_floor,
-    judge_rounding,
-    loss_curve,
-    noise_floors,
-    perturbation_size,
-    tolerances_in,
-)
+from trainer.verify.comparison import TOLERANCES, compare, noise_floors, perturbation_size, tolerances_in
 from trainer.verify.fewer_layers import KeptLayers, describe_kept, kept_lines, select_layers, shorten_network
 from trainer.verify.loss_plot import plot_curves
+from trainer.verify.precision_comparison import (
+    PHASES_IN_PRECISION,
+    Rounding,
+    compare_in_precision,
+    curve_noise_floor,
+    explain_precision,
+    judge_rounding,
+    loss_curve,
+    narrowing_keys,
+)
 from trainer.verify.reference import (
     SMALLER,
     choose_layers,
@@ -263,26 +261,6 @@ def plot_verdict(
     smallest = rounding.floor * abs(next(iter(curves.values()))[0]) if rounding else 0.0  # the floor is relative
     title = f"Training loss at every step in {precision}: one process, and the strategy"
     return plot_curves(title, " ".join(["trainer", *arguments]), curves, 1, smallest)
-
-
-def narrowing_keys(run: PreparedRun) -> str:
-    """What of the strategy is narrower than the precision of the run, as its keys say."""
-    return " ".join(
-        f"strategy.{name}={value}" for name in run.strategy.narrowing if (value := getattr(run.strategy, name))
-    )
-
-
-def explain_precision(rounding: Rounding, narrowing: str) -> str:
-    """The cause where fp64 is the same, and the precision of the run is not. narrowing: keys without which it is."""
-    precision = rounding.precision
-    if narrowing:
-        return f"{narrowing}, which is narrower than precision={precision}; without it the strategy trains the same"
-    if rounding.first is None:
-        return f"not known: in fp64 the strategy trains the same. There this module computes outside of {precision}"
-    return (
-        f"not known: in fp64 the strategy trains the same. Something in it is narrower than {precision}, or scales"
-        f" otherwise there; or sums in {precision} in another order are more than this network bears"
-    )
 
 
 def verdict_lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, because: str) -> list[str]:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-from trainer.verify.comparison import Comparison, Difference, Margin, Rounding, nearest_to_limits
+from trainer.verify.comparison import Comparison, Difference, Margin, nearest_to_limits
+from trainer.verify.precision_comparison import Rounding
 from trainer.verify.training_record import Key, Phase, TrainingRecord
 
 # The plain loop of one process once more, with one thing changed: is it another one then, in the same place?
@@ -25,6 +26,8 @@ REVERSED, NO_EVALUATIONS = "divided, in the other order", "evaluations between t
 
 # The plain loop after a forward that belongs to no step
 TRIAL_FORWARD = "after a trial forward"
+
+_TAKEN_OUT = (NO_RESUME, NO_EVALUATIONS, ONE_MICRO_BATCH, NO_RECOMPUTING, UNCOMPILED)
 
 # Of each phase: what users have written, if the plain loop differs there as well
 _USER_CAUSES = {
@@ -227,14 +230,7 @@ def _strategy_cause(first: FirstDifference, facts: RunFacts, results: Experiment
         what = "it gives a gradient to what no sample has used, so that the optimizer decays it"
     elif first.phase in (Phase.GRADIENT, Phase.LOSS) and (factor := _explain_ratio(first.ratio, facts)):
         what += f"; it is {factor} times what it should be, as a sum is to a mean over as many"
-    right = next(
-        (
-            name
-            for name in (NO_RESUME, NO_EVALUATIONS, ONE_MICRO_BATCH, NO_RECOMPUTING, UNCOMPILED)
-            if results.mended.get(name)
-        ),
-        "",
-    )
+    right = next((name for name in _TAKEN_OUT if results.mended.get(name)), "")
     without = f"; without {right} it is right" if right else ""
     divided = ", also divided as it divides them" if DIVIDED in results.alone else ""
     return f"{whose}: {what}{without}. Network, task and data are right on one process{divided}"
@@ -251,12 +247,8 @@ def _explain_ratio(ratio: float, facts: RunFacts) -> str:
     return next(iter(sorted(fits, key=len)), "")
 
 
-_NEVER_MISSING = (
-    Phase.GRADIENT,
-    Phase.STEP,
-    Phase.UPDATE,
-    Phase.RESUME,
-)  # phases of which nothing may be missing on all ranks
+# phases of which nothing may be missing on all ranks
+_NEVER_MISSING = (Phase.GRADIENT, Phase.STEP, Phase.UPDATE, Phase.RESUME)
 
 
 @dataclass(frozen=True)
@@ -311,7 +303,11 @@ def judge(reference: TrainingRecord, comparisons: Sequence[Comparison], resume: 
     places = {at: _key_at(keys[at], differences.get(at, [])) for at in order}
     key = places[order[0]]
     at_first = [(rank, difference) for rank, difference in differences.get(order[0], []) if difference.key == key]
-    first = _first_difference(key, at_first, comparisons, resume, key not in reference.values)
+    most, ratio = max(((difference.gap, difference.ratio) for _, difference in at_first), default=(1.0, 0.0))
+    ranks = tuple(sorted({rank for rank, _ in at_first}))  # each once, in however many of its micro-batches
+    others_same = max(0, sum(key in comparison.seen for comparison in comparisons) - len(ranks))
+    resumed, extra = key.step == resume + 1 > 1, key not in reference.values
+    first = FirstDifference(key.step, key.phase, key.name, most, ratio, ranks, others_same, resumed, extra)
     rows = sorted({row for _, difference in at_first for row in difference.rows})
     others = [str(places[at]) for at in order[1:8]]
     return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest)
@@ -321,16 +317,3 @@ def _key_at(expected: Key, differences: Sequence[tuple[int, Difference]]) -> Key
     """What differs at a place: what the reference has there, or else what only some ranks have."""
     keys = [difference.key for _, difference in differences]
     return keys[0] if keys and expected not in keys else expected
-
-
-def _first_difference(
-    key: Key,
-    differences: Sequence[tuple[int, Difference]],
-    comparisons: Sequence[Comparison],
-    resume: int,
-    extra: bool,
-) -> FirstDifference:
-    gap, ratio = max(((difference.gap, difference.ratio) for _, difference in differences), default=(1.0, 0.0))
-    ranks = tuple(sorted({rank for rank, _ in differences}))  # each once, in however many of its micro-batches
-    others = max(0, sum(key in comparison.seen for comparison in comparisons) - len(ranks))
-    return FirstDifference(key.step, key.phase, key.name, gap, ratio, ranks, others, key.step == resume + 1 > 1, extra)
