@@ -193,7 +193,7 @@ class Data:
         """The epoch's global indices (weighted sampling, a curriculum); default: a permutation of the training set.
 
         The generator is seeded from (seed, epoch), equal on every rank. The order may repeat samples and have any
-        length, the same in every epoch.
+        length, the same in every epoch. It follows from both arguments alone, or it is refused.
         """
         # (N,); an equal generator on every rank gives an equal order, and nothing need be sent
         return torch.randperm(len(self.train()), generator=generator)  # type: ignore[arg-type]
