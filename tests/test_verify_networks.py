@@ -43,6 +43,7 @@ RIGHT = {
     "in_dict": ([*LISTS, "data=in_dict"], ["ddp", "loop.micro_batches=2"]),
     "packed": (["+model.kind=packed"], ["fsdp"]),
     "empty": (["+model.kind=empty"], ["fsdp"]),
+    "carrying": (["task=carrying", "data=in_order"], ["ddp", "loop.micro_batches=2"]),
     "spare": (["+model.kind=spare"], ["zero1"]),
     "instance_norm": (["+model.kind=instance_norm"], ["ddp"]),
     "momentum": (["+model.kind=momentum"], ["ddp"]),

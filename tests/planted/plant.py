@@ -48,11 +48,13 @@ _LAB = {
         "recalling": "users.Recalling",
         "same_order": "users.SameOrder",
         "odd": "users.Odd",
+        "in_order": "users.InOrder",
         "global_order": "users.GlobalOrder",
     },
     "task": {
         "classes": "users.Classes",
         "summed": "users.Summed",
+        "carrying": "users.Carrying",
         "meaned": "users.Meaned",
         "own_meter": "users.OwnMeter",
         "own_decay": "users.OwnDecay",

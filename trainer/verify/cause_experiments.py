@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.task import gathers_samples, is_recurrent
+from trainer.learning.task import gathers_samples
 from trainer.messages import Refusal
 from trainer.verify.comparison import Comparison, Tolerances, compare
 from trainer.verify.fixed_randomness import FixedRandomness
@@ -51,8 +51,8 @@ class Experiments:
     def run_all(self) -> ExperimentResults:
         """Collective: each rank by itself, in turn, what users have written; then all together the strategy."""
         run, world = self.run, self.run.strategy.world
-        if is_recurrent(run.task) or gathers_samples(run.task):
-            return ExperimentResults(failed="the task keeps something from one batch to another")
+        if gathers_samples(run.task):
+            return ExperimentResults(failed="the task keeps something of each sample of an evaluation")
         run.strategy.use_long_timeout()  # the other ranks wait for as long as a plain loop takes
         # first the plain loop, with changes: does it differ in the same place, without any strategy?
         alone: dict[str, bool] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,18 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from trainer.data.dataset_reader import LoaderOptions, make_reader
-from trainer.data.loader import MIX_SEED, Batch
-from trainer.data.nested_tensors import cast_floats, to_device
-from trainer.data.rng import Random, mix_seeds
-from trainer.data.sampler import dataset_size, make_epoch_order, split_evenly
+from trainer.data.nested_tensors import cast_floats
+from trainer.data.sampler import dataset_size, make_epoch_order
 from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.initial_weights import InitialWeights
 from trainer.jobs.preparation import read_data_sets, seeded_network
 from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.freezing import preserve_untrained
 from trainer.learning.optimizer import init_momentum, parameter_groups, set_rates, why_not_fused
-from trainer.learning.task import Task, loss_weight
+from trainer.learning.task import Task, is_recurrent
 from trainer.loop.progress import Progress
 from trainer.messages import Refusal
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
@@ -32,6 +29,7 @@ from trainer.parallel.batch_norm import local_batch_norms
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
+from trainer.verify.batch_parts import BatchPart, read_batch_parts
 from trainer.verify.fixed_randomness import FixedRandomness
 from trainer.verify.recorded_model import SketchingObserver, recording_optimizer_step
 from trainer.verify.short_run import compared_batches, hide_other_processes
@@ -60,14 +58,6 @@ class UnreachableRanks(Ranks):
         raise Refusal("the task gathers rows of all ranks")
 
 
-class BatchPart(NamedTuple):
-    """Some samples of a global batch."""
-
-    batch: Batch
-    weight: float  # units that its loss is the mean of
-    rank: ImaginaryRank  # whose samples they are
-
-
 def run_plain_loop(
     run: PreparedRun, layouts: Any, start: Progress, ends: Sequence[int], last: int, variation: Variation
 ) -> tuple[TrainingRecord, set[str]]:
@@ -94,6 +84,8 @@ class PlainLoop:
     variation: Variation
     record: TrainingRecord
     randomness: FixedRandomness
+    # what a task carries on, of the last batch in training and in evaluation: name → (samples of the batch, …)
+    carried: dict[bool, dict[str, Tensor]] = field(default_factory=lambda: {True: {}, False: {}})
 
     def start(self) -> None:
         """Make everything as a start of the run does."""
@@ -147,6 +139,7 @@ class PlainLoop:
             # the samples of this step: (global batch,)
             indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
             step, epoch = progress.step, progress.epoch
+            self._begin_batch(training=True, continues=progress.position > 0)
             progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
             if evaluates:
@@ -158,7 +151,7 @@ class PlainLoop:
 
     def _rehearse(self, indices: Tensor) -> None:
         """A forward in training, after which buffers and what does not learn are what they were."""
-        (part, *_) = self._batch_parts(0, indices)
+        (part, *_) = self._parts(0, indices)
         with preserve_untrained(self.network), self._forward(part) as (inputs, targets):
             self.run.task.loss(self.run.task.forward(self.network, inputs, targets), targets)
 
@@ -178,14 +171,14 @@ class PlainLoop:
         run, network = self.run, self.network
         set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
         self.observer.begin(step + 1)
-        parts = list(self._batch_parts(epoch, indices))[:: -1 if self.variation.reverses else 1]
+        parts = list(self._parts(epoch, indices))[:: -1 if self.variation.reverses else 1]
         total = sum(part.weight for part in parts) or 1.0
         sums: dict[str, Tensor] = {}
         for part in parts:
             self.observer.ranks = part.rank
             network_of_rank, task = self.of_ranks[part.rank.rank]
             with self.observer.listening([part.batch]), self._forward(part) as (inputs, targets):
-                losses = _loss_terms(task.loss(task.forward(network_of_rank, inputs, targets), targets))
+                losses = _loss_terms(task.loss(self._output(network_of_rank, task, part, inputs, targets), targets))
                 fraction = part.weight / total
                 sums = {name: sums.get(name, 0.0) + loss.detach() * fraction for name, loss in losses.items()}
                 (losses["loss"] * fraction).backward()
@@ -232,10 +225,11 @@ class PlainLoop:
         self._set_mode(False)
         size, width = dataset_size(run.evaluation), evaluation_batch_size(run.settings.loop)
         for at in numbers:
-            for part in self._batch_parts(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
+            self._begin_batch(training=False, continues=at > 0)
+            for part in self._parts(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
                 network, task = self.of_ranks[part.rank.rank]
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
-                    output = task.forward(network, inputs, targets)
+                    output = self._output(network, task, part, inputs, targets)
                     loss = _loss_terms(task.loss(output, targets))["loss"]
                     counts = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
                     for name, value in {**task.metrics(output, targets), **counts}.items():
@@ -244,6 +238,21 @@ class PlainLoop:
         self._set_mode(True)
         finished = [task.finish(totals) for _, task in self.of_ranks]  # each rank asks its own task
         return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **finished[0]}
+
+    def _begin_batch(self, training: bool, continues: bool) -> None:
+        """continues: is there a batch before it in its epoch or evaluation?"""
+        self._before = self.carried[training] if continues else {}
+        self._after = self.carried[training] = {}
+
+    def _output(self, network: nn.Module, task: Task, part: BatchPart, inputs: Any, targets: Any) -> Any:
+        """The output of a part; a task that carries a state on gets that of the same rows in the batch before."""
+        if not is_recurrent(task):
+            return task.forward(network, inputs, targets)
+        before = {name: x[part.rows] for name, x in self._before.items()} or None
+        output = task.forward(network, inputs, targets, before)  # type: ignore[call-arg]  # its own has one more
+        for name, x in task.carry(output).items():
+            self._after.setdefault(name, x.new_zeros(part.batch.total, *x.shape[1:]))[part.rows] = x.detach()
+        return output
 
     @contextmanager
     def _forward(self, part: BatchPart) -> Iterator[tuple[Any, Any]]:
@@ -257,36 +266,10 @@ class PlainLoop:
             self.randomness.begin()
             yield cast_floats((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
 
-    def _batch_parts(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[BatchPart]:
-        """The parts of a global batch, each read by itself, of one rank after the other."""
-        run, size = self.run, len(indices)
-        for rank in (ImaginaryRank(number, self.variation.ranks) for number in range(self.variation.ranks)):
-            # spans of the global batch, each divided over the ranks: (samples of this rank,)
-            for span in split_evenly(size, min(self.variation.micro_batches, size)):
-                rows = torch.tensor([row for row in span if row % rank.size == rank.rank])
-                if not len(rows):
-                    continue
-                inputs, targets = self._read(epoch, indices, rows, training)
-                batch = Batch(inputs, targets, indices[rows], span, size)
-                yield BatchPart(batch, float(loss_weight(run.task, targets, len(rows))), rank)
-
-    def _read(self, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:
-        """These samples of a global batch, each mixed with its partner where the data mixes."""
-        run, seed, device = self.run, self.run.settings.seed, self.run.strategy.device
-        data, dataset = run.data, run.training if training else run.evaluation
-        read_items = make_reader(dataset, data.collate, seed, LoaderOptions(workers=0), pin=False)
-
-        def augmented(chosen: Tensor) -> tuple[Any, Any]:
-            (items,) = read_items(epoch, [chosen])
-            inputs, targets = to_device(items, device)
-            return data.augment(inputs, targets, Random(seed, epoch, chosen.to(device)), training)
-
-        inputs, targets = augmented(chosen := indices[rows])
-        if data.mix is None or not training:
-            return inputs, targets
-        # the partner is half a global batch away
-        others = augmented(indices[(rows + len(indices) // 2) % len(indices)])
-        return data.mix(inputs, targets, *others, Random(mix_seeds(seed, MIX_SEED), epoch, chosen.to(device)))
+    def _parts(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[BatchPart]:
+        """The parts of a global batch, as this variation divides it."""
+        ranks, micro_batches = self.variation.ranks, self.variation.micro_batches
+        return read_batch_parts(self.run, ranks, micro_batches, epoch, indices, training)
 
     def _set_mode(self, training: bool) -> None:
         for network, _ in self.of_ranks:
@@ -306,10 +289,3 @@ def _loss_terms(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     """What is minimised, beside its parts if it has any."""
     several = loss if isinstance(loss, dict) else {"loss": loss}
     return {**several, "loss": torch.stack(list(several.values())).sum()}
-
-
-class ImaginaryRank(Ranks):
-    """A rank of a group that does not exist: its number and the number of ranks."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
