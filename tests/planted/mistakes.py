@@ -25,6 +25,7 @@ WHY = {
     "own_buffer": "a buffer that is updated from",
     "own_field": "a forward before the first step",
     "mixed": "depends on the other samples",
+    "mixed_by_task": "depends on the other samples",
     "own_backward": "a backward of its own",
     "own_hook": SEEN,
     "own_seed": "no seed reaches",
@@ -101,6 +102,12 @@ _PLANTS = {
         "",
         _network("mixed"),
         true=("the network",),
+    ),
+    "mixed_by_task": of(
+        "a task does the same before the network sees it",
+        "task=mixed_by_task",
+        "step 1, forward, embed",
+        "the network: what this module, or Task.forward before it,",
     ),
     "own_backward": of(
         "a backward that is not linear in the samples",

@@ -55,6 +55,7 @@ _LAB = {
         "classes": "users.Classes",
         "summed": "users.Summed",
         "carrying": "users.Carrying",
+        "mixed_by_task": "users.MixedByTask",
         "meaned": "users.Meaned",
         "own_meter": "users.OwnMeter",
         "own_decay": "users.OwnDecay",

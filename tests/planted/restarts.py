@@ -77,6 +77,19 @@ def emptied(original: Any) -> Any:
     return state
 
 
+def average_stays(original: Any) -> Any:
+    """After a save the moving average stands in the place of the weights."""
+
+    @torch.no_grad()
+    def state(self: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        tensors = {name: tensor.detach().clone() for name, tensor in original(self, optimizer).items()}
+        for name, parameter in self.network.named_parameters():
+            parameter.copy_(tensors.get(f"ema/{name}", parameter))
+        return tensors
+
+    return state
+
+
 def plain_views(original: Any) -> Any:
     """The average is evaluated with the weights in its place."""
 
@@ -133,6 +146,15 @@ PLANTS = {
         RESUME,
         {"trainer.strategies.parallel_model.ParallelModel.state": emptied},
         why="what it saves or reads for the resume",
+    ),
+    "average_after_save": Plant(
+        "after a save the network keeps the average as its weights; the checkpoint is right",
+        (*NET, "ema.decay=0.9"),
+        ("strategy=fsdp",),
+        ("at step 3, forward, embed",),
+        STRATEGY,
+        {"trainer.strategies.parallel_model.ParallelModel.state": average_stays},
+        why="what it makes of this forward",
     ),
     "lost_position": Plant(
         "the place in the epoch is lost where it is resumed",

@@ -105,7 +105,7 @@ def train_and_record(
     run = _in_own_folder(run, f"{run.machine.resolved_precision}{shake:g}{name}")
 
     def is_read() -> bool:
-        return follows and trainer.progress.step <= end  # the next part goes on from there
+        return follows and trainer.progress.step == end  # the next part goes on from there
 
     with make_checkpoints(run, partial(DeferredSaver, is_read=is_read)) as checkpoints:
         # saves when they are due alone: after better figures, what a save changes would look like the evaluation's
@@ -130,7 +130,9 @@ def train_and_record(
             # a step after the save that is read back: a copy of it that is none would change with the step. This step
             # is recorded, as is the same one after the resume: it shows what a save has changed in what goes on
             trainer.steps = min(end + 1, ends[-1])
-            trainer.eval_trigger, trainer.save_trigger = Trigger([Interval(1)]), Trigger([Interval(end)])
+            # a save before the last step, too: an average differs from the weights by then, if a save mixes them up
+            saves = Interval(end), Interval(max(1, end - 1))
+            trainer.eval_trigger, trainer.save_trigger = Trigger([Interval(1)]), Trigger(saves)
             if not trainer.fit(start):
                 return False
             if trainer.steps > end:
