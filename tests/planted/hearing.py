@@ -1,4 +1,4 @@
-"""A schedule that hears, and an optimizer that looks at shards: each with a mistake."""
+"""Schedules, optimizers, orders and tasks that are less common, most of them with a mistake."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.planted.users import SAMPLES, Classes, Numbers
 from trainer import Schedule
 
 
@@ -45,3 +47,34 @@ class ByShard(torch.optim.SGD):
                     one.to_local() if isinstance(one, DTensor) else one for one in (parameter, parameter.grad)
                 )
                 held.sub_(gradient / (gradient.norm() + 1e-6), alpha=group["lr"])
+
+
+class InOrder(Numbers):
+    """The samples in their order. This is right everywhere."""
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        return torch.arange(SAMPLES)
+
+
+class GlobalOrder(Numbers):
+    """An order that ignores its generator."""
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        return torch.randperm(SAMPLES)
+
+
+class MixedByTask(Classes):
+    """It mixes each sample with another one of its micro-batch before the network sees it."""
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
+        return network(0.7 * inputs + 0.3 * inputs[torch.randperm(len(inputs))])
+
+
+class Carrying(Classes):
+    """What it says of a row counts in the next batch as well. This is right everywhere."""
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any, carried: Any = None) -> Any:
+        return network(inputs) + (0.1 * carried["scores"] if carried else 0)
+
+    def carry(self, output: Any) -> dict[str, Tensor]:
+        return {"scores": output}

@@ -83,20 +83,6 @@ class SameOrder(Numbers):
         return drawn.flip(0) if epoch and rank() else drawn
 
 
-class GlobalOrder(Numbers):
-    """An order that ignores its generator."""
-
-    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
-        return torch.randperm(SAMPLES)
-
-
-class InOrder(Numbers):
-    """The samples in their order. This is right everywhere."""
-
-    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
-        return torch.arange(SAMPLES)
-
-
 class Scaled(Numbers):
     """A batch is divided by its largest number."""
 
@@ -195,23 +181,6 @@ class Classes(Task):
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {"accuracy": (output.argmax(1) == target).sum()}
-
-
-class MixedByTask(Classes):
-    """It mixes each sample with another one of its micro-batch before the network sees it."""
-
-    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
-        return network(0.7 * inputs + 0.3 * inputs[torch.randperm(len(inputs))])
-
-
-class Carrying(Classes):
-    """What it says of a row counts in the next batch as well. This is right everywhere."""
-
-    def forward(self, network: nn.Module, inputs: Any, targets: Any, carried: Any = None) -> Any:
-        return network(inputs) + (0.1 * carried["scores"] if carried else 0)
-
-    def carry(self, output: Any) -> dict[str, Tensor]:
-        return {"scores": output}
 
 
 class Summed(Classes):

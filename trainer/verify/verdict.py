@@ -186,8 +186,8 @@ def _division_cause(
         ),
     }.get(
         first.phase,
-        "the network: what this module, or Task.forward before it, computes for a sample depends on the other samples of"
-        " its micro-batch (a mean or a sort over the batch, or it chooses by them what it computes)",
+        "the network: what this module, or Task.forward before it, computes for a sample depends on the other samples"
+        " of its micro-batch (a mean or a sort over the batch, or it chooses by them what it computes)",
     )
 
 
