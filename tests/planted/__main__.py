@@ -48,7 +48,9 @@ class Row(NamedTuple):
     def found(self) -> str:
         """Where the first difference is; "missed" where there is none."""
         where = re.match(r"DIFFERS (?:at )?(.*?)(?:, [\d.e+-]+)?; cause: ", self.verdict)
-        rounded = re.match(r"DIFFERS (in its precision) alone.*; first at (.*?), [\d.e+-]+ ", self.verdict)
+        rounded = re.match(
+            r"DIFFERS (in its precision) alone.*; first at (.*?)(?:, [\d.e+-]+ \(.*?)?; cause: ", self.verdict
+        )
         if found := rounded or where:
             return ": ".join(found.groups())
         return "**missed**" if self.verdict.startswith("SAME") else f"**{self.verdict}**"

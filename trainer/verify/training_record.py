@@ -176,7 +176,7 @@ class TrainingRecord:
         """Keep the bytes of the widest numbers that a module has given: autocast decides them, rounding does not."""
         widths = self.facts.setdefault("widths", {})
         for _, x in named_tensors(tree, module):
-            if x.is_floating_point():
+            if x.dtype.is_floating_point:
                 widths[module] = max(x.dtype.itemsize, widths.get(module, 0))
 
     def add(self, key: Key, rows: Sequence[int], sketches: Tensor) -> None:
