@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor  # torch does not import it by itself, and names in it are looked up here
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PRODUCT = sorted(path for name in ("trainer", "recipes", "scripts") for path in (CHECKOUT / name).rglob("*.py"))

@@ -123,9 +123,7 @@ def train_and_record(
             if start is None:
                 recorded.begin()
             # the loop itself, to this step; beside steps and saves it does no more than small evaluations
-            between: Any = None
-            if evaluation is not None and evaluates:
-                between = FirstBatchOnly(evaluation, evaluation_batch_size(run.settings.loop))
+            between: Any = _small_evaluation(run, evaluation) if evaluates else None
             trainer.model, trainer.patience, trainer.eval_loader = recorded, math.inf, between
             # a step after the save that is read back: a copy of it that is none would change with the step. This step
             # is recorded, as is the same one after the resume: it shows what a save has changed in what goes on
@@ -140,6 +138,11 @@ def train_and_record(
     if evaluation is not None and record.wants(Phase.EVALUATION):
         _record_evaluation(run, recorded, evaluation, record, ends[-1])
     return True
+
+
+def _small_evaluation(run: PreparedRun, evaluation: EvalLoader | None) -> FirstBatchOnly | None:
+    """The first batch of the evaluation alone, if there is one."""
+    return None if evaluation is None else FirstBatchOnly(evaluation, evaluation_batch_size(run.settings.loop))
 
 
 def _in_own_folder(run: PreparedRun, name: str) -> PreparedRun:
