@@ -131,7 +131,7 @@ def own_values(original: Any) -> Any:
 
 def local_gather(ctx: Any, *grads: Tensor) -> Any:
     """What other ranks' losses have made of these rows is lost."""
-    return grads[0].contiguous()[ctx.own], None, None
+    return grads[0].contiguous()[ctx.local], None, None
 
 
 MICRO = "loop.micro_batches=2"
@@ -208,7 +208,7 @@ PLANTS = {
         "a step begins with a part of the gradients of the last one",
         NET,
         ("strategy=single", MICRO),
-        ("at step 3, gradient",),  # the second one begins anew, from a checkpoint
+        ("at step 2, gradient",),  # the one that follows the save, before the second part begins anew
         STRATEGY,
         {"trainer.strategies.parallel_model.ParallelModel.optimizer_step": kept_gradients},
         size=1,
