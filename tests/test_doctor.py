@@ -74,7 +74,8 @@ def test_the_command_measures_all_on_four_ranks_whatever_the_model_and_the_data_
     assert {(row["op"], row["group"], row["ranks"]) for row in data["fits"]} == {
         (op, *group) for op in OPS for group in (("all", 4), ("2 neighbours", 2))
     }
-    assert all(row["alpha_s"] >= 0 and row["expected_bytes_per_s"] > 0 for row in data["fits"])
+    # no rate is written where the time did not grow with the size, as on a busy machine
+    assert all(row["alpha_s"] >= 0 and (row["expected_bytes_per_s"] or 1) > 0 for row in data["fits"])
     assert {row["op"] for row in data["collectives"] if row["bytes"] == 2**12} == set(OPS)
     assert all(row["seconds"] > 0 and row["expected"] > 0 for row in data["collectives"])
     assert sorted((link["from"], link["to"]) for link in data["links"]) == [*permutations(range(4), 2)]
