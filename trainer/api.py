@@ -6,7 +6,6 @@ Typos are refused before torch is imported, which takes seconds.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ from trainer.configuration.schema import parse_settings
 from trainer.launch import failure
 from trainer.launch.child_processes import ProcessStarter, ProgramRunner, refuse_namesake, run_program, start_program
 from trainer.launch.launcher_environment import read_launch
-from trainer.launch.local_launcher import run_with_restarts
+from trainer.launch.local_launcher import refuse_too_many, run_with_restarts
 from trainer.launch.preserve_process_state import preserve_process_state
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
@@ -226,10 +225,6 @@ def build_run(
     return assemble(cfg, arguments, parse_command_line(arguments).folders, launch, run_alone)
 
 
-# Host memory that each rank has for itself at least: 92 to 133 MB were measured of forked ranks of a small network.
-PROCESS_BYTES = 1e8
-
-
 def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     """How many processes this one is to start, by the key `processes`; 0: it does the run itself.
 
@@ -259,21 +254,6 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     refuse_too_many(count)
     # one process is a child too where it may have to be started again
     return int(count) if count > 1 or restarts else 0
-
-
-def refuse_too_many(count: int) -> None:
-    """Refuse more processes than the memory of this machine bears, before the first of them starts."""
-    if count <= (os.cpu_count() or 1):
-        return  # no machine is that small, and what follows imports torch
-    from trainer.launch.devices import available_host_memory
-
-    available = available_host_memory()
-    if count * PROCESS_BYTES > available:
-        each, most = PROCESS_BYTES / 1e9, max(1, int(available / PROCESS_BYTES))
-        raise Refusal(
-            f"processes={count}: a process takes {each:g} GB at least, {count * each:,.1f} GB in all, and"
-            f" {available / 1e9:.1f} GB are free; at most processes={most}"
-        )
 
 
 def run_in_processes(

@@ -27,14 +27,14 @@ def measure_offsets(site: ExaminedRanks) -> list[float]:
     site.begin()
     # rank 0 asks one rank after the other; 8 bytes there and 8 back
     for rank in range(1, size):
-        if site.world.rank == 0:
+        if site.world.is_main:
             trips.append(min(_ask(rank, message) for _ in range(pings)))
         elif site.world.rank == rank:
             for _ in range(pings):
                 dist.recv(message, 0)
                 message[0] = clock()
                 dist.send(message, 0)
-    offsets = torch.tensor([offset for _, offset in trips] if site.world.rank == 0 else [0.0] * size).double()
+    offsets = torch.tensor([offset for _, offset in trips] if site.world.is_main else [0.0] * size).double()
     site.world.broadcast_(offsets)  # all ranks; 8 bytes a rank
     return offsets.tolist()
 
