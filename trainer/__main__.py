@@ -21,7 +21,7 @@ from trainer.api import (
 )
 from trainer.configuration import resource_paths
 from trainer.configuration.command_line import parse_command_line
-from trainer.configuration.compose import compose, is_doctor_job, is_report_job, needs_reference
+from trainer.configuration.compose import compose, is_doctor_job, is_report_job, needs_reference, open_keys
 from trainer.launch import failure
 from trainer.launch.child_processes import (
     ForkedProcess,
@@ -65,7 +65,10 @@ def main() -> None:
         # this process is the run, or one rank of it
         else:
             with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read
-                parts = build_run(arguments, launch, cfg, _program_runner(cfg, launch))
+                runner = _program_runner(cfg, launch)
+                parts = build_run(arguments, launch, cfg, runner)
+                if isinstance(runner, PreforkedProcess) and not needs_reference(cfg):
+                    runner.dismiss()  # all that was to be planned has been
                 code = parts.job(parts)
     except Refusal as refusal:
         failure.exit_refused(str(refusal), launch)
@@ -99,8 +102,9 @@ def _fork_rank(
 
 
 def _program_runner(cfg: DictConfig, launch: Launch) -> ProgramRunner:
-    """What runs arguments in another process; where a reference will be made, it forks that process now."""
-    if not (launch.is_main and needs_reference(cfg) and can_fork(cfg.device)):
+    """What runs arguments in another process; where a reference or a plan may be needed, it forks that process now."""
+    is_needed = needs_reference(cfg) or open_keys(cfg, launch.world_size)
+    if not (launch.is_main and is_needed and can_fork(cfg.device)):
         return run_program
     # later this process computes, and may not be forked any more
     _import_run_modules(cfg)

@@ -25,6 +25,7 @@ from trainer.configuration.compose import (
     is_doctor_job,
     is_report_job,
     is_verification,
+    open_keys,
     opens_trained_run,
     quote_value,
     report_folder,
@@ -220,9 +221,17 @@ def build_run(
     """What a run is made of. cfg: composed of the arguments already; run_alone: runs arguments in another process."""
     cfg = compose(arguments) if cfg is None else cfg
     resource_paths.make_recipes_importable()
-    from trainer.jobs.run_parts import assemble  # from here on with torch
+    from trainer.jobs.auto_choice import choose, with_choice  # from here on with torch
+    from trainer.jobs.run_parts import assemble
 
-    return assemble(cfg, arguments, parse_command_line(arguments).folders, launch, run_alone)
+    folders = parse_command_line(arguments).folders
+    parts = assemble(cfg, arguments, folders, launch, run_alone)
+    if keys := open_keys(cfg, launch.world_size):
+        choice = choose(parts, keys)
+        if choice.overrides:  # as if they had been typed
+            parts = assemble(compose(with_choice(arguments, choice)), arguments, folders, launch, run_alone)
+        parts.auto = choice
+    return parts
 
 
 def processes_to_start(cfg: DictConfig, launch: Launch) -> int:

@@ -223,6 +223,7 @@ def _never_called(_: DictConfig) -> None:
 
 # ----------------------------------------------------------------------------------------- jobs that open a trained run
 
+_TRAINING_JOBS = ("trainer.jobs.fit.Fit", "trainer.verify.job.Verify")
 # What is never taken over: what is to be done, where, with whose code, and sinks, which are for what is trained.
 _NOT_TAKEN_OVER = ("job", "run", "processes", "trust", "log")
 
@@ -260,6 +261,18 @@ def examined_folder(cfg: DictConfig) -> Path:
 def is_verification(cfg: DictConfig) -> bool:
     """Does the job compare a strategy with one process? Then it leaves the run's own files as they are."""
     return bool(cfg.job.get("_target_") == "trainer.verify.job.Verify")
+
+
+def open_keys(cfg: DictConfig, processes: int) -> list[str]:
+    """The keys of a training on so many processes that say `auto`, which a plan decides before there is a group."""
+    if opens_trained_run(cfg) or cfg.job.get("_target_") not in _TRAINING_JOBS:
+        return []
+    is_open = {
+        # one process is `single`, whatever a plan says
+        "strategy": processes > 1 and cfg.strategy.get("_target_") == "trainer.strategies.auto.auto",
+        "loop.micro_batch": cfg.loop.micro_batch == "auto",
+    }
+    return [key for key, answer in is_open.items() if answer]
 
 
 def needs_reference(cfg: DictConfig) -> bool:

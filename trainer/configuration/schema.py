@@ -58,7 +58,7 @@ class Loop:
     steps: Count | None
     global_batch: Count
     micro_batches: Count
-    micro_batch: Count | None
+    micro_batch: Count | Literal["auto"] | None  # auto: a plan decides before anything is built
     uneven: bool
     max_norm: Positive | None  # norm of the whole gradient
     log_every: Intervals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from trainer.configuration.schema import Loop
 from trainer.messages import Refusal, format_count
@@ -35,13 +36,19 @@ class BatchSizes:
 
 
 def divide_batch(
-    global_batch: int, ranks: int, micro_batches: int, micro_batch: int | None, uneven: bool = False
+    global_batch: int,
+    ranks: int,
+    micro_batches: int,
+    micro_batch: int | Literal["auto"] | None,
+    uneven: bool = False,
 ) -> BatchSizes:
     """Divide a global batch over data ranks and micro-batches.
 
     micro_batch: samples of a rank at a time; if given, it decides the number of micro-batches, as few as possible.
     Refusal if the batch does not divide evenly, or with `uneven` if some micro-batch would have no sample.
     """
+    if micro_batch == "auto":  # a training's has become a number long before
+        raise Refusal("loop.micro_batch=auto: only a training plans how many samples fit; give a number")
 
     def divide(number: int, uneven: bool) -> BatchSizes | None:
         """With this number in the key that the user has set; None where it does not divide."""

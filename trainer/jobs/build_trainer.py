@@ -15,6 +15,7 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.flops import make_utilization
 from trainer.jobs.goodput_report import write_status
+from trainer.jobs.plan_comparison import PlanComparison
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Trigger
@@ -50,9 +51,17 @@ def make_checkpoints(
 
 
 def make_trainer(
-    run: PreparedRun, checkpoints: CheckpointManager, log: Log, stop: StopRequest, progress: Progress
+    run: PreparedRun,
+    checkpoints: CheckpointManager,
+    log: Log,
+    stop: StopRequest,
+    progress: Progress,
+    comparison: PlanComparison,
 ) -> Trainer:
-    """Collective: build all that a loop needs, in the order in which one thing needs the other."""
+    """Collective: build all that a loop needs, in the order in which one thing needs the other.
+
+    comparison: began before the network was built.
+    """
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
     # the samples of this data rank, in micro-batches
     options, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
@@ -69,7 +78,7 @@ def make_trainer(
         eval_loader=evaluation,
         checkpoints=checkpoints,
         log=log,
-        report=partial(write_status, run.folder, model.watch),
+        report=partial(write_status, run.folder, model.watch, comparison),
         stop=lambda: stop.raised,  # by a signal, on this rank
         steps=run.length.steps,
         horizon=run.length.steps,  # for which the schedule computes rates

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from trainer.data.class_renumbering import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.doctor.host_facts import software_versions
 from trainer.jobs.out_of_memory import give_back_freed_memory, keep_freed_memory, memory_advice
+from trainer.jobs.plan_comparison import PlanComparison, planned_row
 from trainer.jobs.preparation import build_weights_on_main, determinism_advice, prepare
 from trainer.jobs.resume_decision import ResumeDecision, decide_resume, open_start
 from trainer.jobs.run_messages import (
@@ -65,6 +66,7 @@ class Fit(Job):
                 print(f"{folder}: {decision.complete}")
             return 0
         run.machine = run.strategy.machine = replace(run.machine, precision=decision.precision)
+        comparison = PlanComparison(run)  # its measurement of memory begins before there is a group, or a value
         rank_output.redirect_output(launch.rank, folder)
         log = Log([MetricsFile(), LogFile(), *run.sinks] if launch.is_main else [])
         # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a
@@ -81,9 +83,11 @@ class Fit(Job):
             record_start(run, start, decision.changed, log)
             # values after the checkpoint was found: a network that is read back is not built first
             build_weights_on_main(run, resuming=start is not None)
-            trainer = make_trainer(run, checkpoints, log, stop, progress)
+            trainer = make_trainer(run, checkpoints, log, stop, progress, comparison)
             done = trainer.fit(start)
-            return record_end(run, trainer, stop, done, began)  # inside: who was left behind is asked of the others
+            return record_end(
+                run, trainer, stop, done, began, comparison
+            )  # inside: who was left behind is asked of the others
 
 
 @contextmanager
@@ -118,6 +122,8 @@ def describe_environment(run: PreparedRun) -> dict[str, Any]:
         "precision": machine.resolved_precision,
         "devices": format_devices(machine),
         "hosts": sorted(set(hosts)),
+        "auto": asdict(run.auto) if run.auto else None,
+        "planned": planned_row(run),
         "horizon": run.length.steps,
         "best": run.best_metric,
         "classes": read_class_names(run.data),
@@ -147,7 +153,9 @@ def record_start(run: PreparedRun, start: CheckpointInfo | None, changed: Sequen
         log.say(line)
 
 
-def record_end(run: PreparedRun, trainer: Trainer, stop: StopRequest, done: bool, began: float) -> int:
+def record_end(
+    run: PreparedRun, trainer: Trainer, stop: StopRequest, done: bool, began: float, comparison: PlanComparison
+) -> int:
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
     lost = not done and stopped_elsewhere_only(launch, stop, run.strategy.world.all_gather_values)
@@ -166,7 +174,15 @@ def record_end(run: PreparedRun, trainer: Trainer, stop: StopRequest, done: bool
     left_out = left_out_lines(trainer.model.scaler.skipped_steps(), trainer.progress)
     best = best_lines(trainer.checkpoints) if done else []
     last = end_lines(run, trainer.metrics, step, done, ended)
-    for line in (*table, *trainer.profile.close(), *replaced_lines(replaced), *left_out, *best, *last):
+    for line in (
+        *table,
+        *comparison.lines(),
+        *trainer.profile.close(),
+        *replaced_lines(replaced),
+        *left_out,
+        *best,
+        *last,
+    ):
         log.say(line)
     log.end(state)
     log.close()

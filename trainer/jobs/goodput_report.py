@@ -15,6 +15,7 @@ from trainer.launch.safe_files import make_folder, refuse_unsafe_files, replace_
 from trainer.messages import Refusal, format_count, format_duration
 
 if TYPE_CHECKING:
+    from trainer.jobs.plan_comparison import PlanComparison
     from trainer.records.run_folder import RunFolder
     from trainer.strategies.step_timing import StepTimer
 
@@ -44,9 +45,17 @@ class Report:
         return 0
 
 
-def write_status(folder: RunFolder, watch: StepTimer, state: str, step: int, reason: str | None = None) -> None:
-    """Write to status.json how far a run is, and what its time went into."""
+def write_status(
+    folder: RunFolder,
+    watch: StepTimer,
+    comparison: PlanComparison,
+    state: str,
+    step: int,
+    reason: str | None = None,
+) -> None:
+    """Write to status.json how far a run is and what its time went into; and once, what its steps have taken."""
     folder.report(state, step, reason, watch.laps)
+    comparison.note(watch, ended=state != "running")
 
 
 def read_costs(folder: Path) -> dict[str, Any] | None:

@@ -59,7 +59,8 @@ def prepare(run: RunParts) -> PreparedRun:
     # the order of one epoch: data may leave samples out, or repeat them
     order = EpochOrder(run.data, training, settings.seed)
     refuse_unrepeatable_order(run.data, order)
-    unit = ranks if loop.uneven else ranks * (loop.micro_batch or loop.micro_batches)
+    # of what the global batch must be a multiple, by the key that the user has set
+    unit = ranks if loop.uneven else ranks * (batches.largest if loop.micro_batch else batches.micro_batches)
     length = compute_length(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
     refuse_profile_window(settings.profile, length.steps)
     run.schedule.check(length.steps, length.per_epoch)

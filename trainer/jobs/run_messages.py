@@ -53,6 +53,7 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
     return [
         f"run folder  {run.folder.path}",
         f"strategy    {strategy.name} on {format_count(strategy.world.size, 'process')}; {format_devices(machine)}",
+        *([f"auto        {run.auto.reason}"] if run.auto else []),
         f"precision   {format_precision(machine)}",
         f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
         *[f"optimizer   {rule}; {rule.count_parameters(run.network):,} parameters" for rule in run.rules],

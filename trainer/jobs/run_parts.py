@@ -56,6 +56,16 @@ class Job:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `strategy=auto` or `loop.micro_batch=auto` came to."""
+
+    overrides: list[str]  # of the command line, which take the place of each auto
+    reason: str  # one line for people
+    processes: int
+    planned: dict[str, float] | None = None  # `peak` in bytes, `step_s`; None: nothing was planned
+
+
 @dataclass
 class RunParts:
     """What a run is made of, as the configuration names it."""
@@ -77,6 +87,7 @@ class RunParts:
     spare_vectors: bool  # biases and norms are not decayed
     sinks: list[Sink]
     open_folder: Callable[[Callable[[Path | None], None]], RunFolder]  # makes, locks it; before, a look at what begins
+    auto: AutoChoice | None  # what keys came to that said auto; None: none did
 
     @property
     def best_metric(self) -> str:
@@ -166,6 +177,7 @@ def assemble(
         spare_vectors=spare_vectors,
         sinks=[instantiate(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label),
+        auto=None,
         data=data,
         make_network=lambda: instantiate(cfg.model, nn.Module, "model", names),
     )

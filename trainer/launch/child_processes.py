@@ -238,6 +238,14 @@ class PreforkedProcess:
         os.close(request_read)
         os.close(output_write)
 
+    def dismiss(self) -> None:
+        """End the process, if nobody has used it."""
+        if self._process is not None:
+            os.close(self._request_write)
+            os.close(self._output_read)
+            self._process.wait()
+            self._process = None
+
     def __call__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
         """The exit code, and all that was printed. From the second time on it is a program of its own."""
         if self._process is None:

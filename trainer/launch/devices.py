@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from math import inf
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -79,27 +79,67 @@ def available_host_memory() -> float:
 
     In a container that is what its limit leaves; under a limit of addresses (`ulimit -v`) what this process can have.
     """
-    spare = inf
+    return min(_available_addresses(), _available_to_all())
+
+
+def _available_addresses() -> float:
+    """Bytes that `ulimit -v` leaves to this process; infinity without a limit."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # Windows has none
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        spare = inf if limit == resource.RLIM_INFINITY else float(limit - taken)
+        return inf if limit == resource.RLIM_INFINITY else float(limit - taken)
+    return inf
+
+
+def _available_to_all() -> float:
+    """Bytes that the processes of this machine, or of this container, can still have together."""
+    spare = inf
     with suppress(OSError, ValueError, StopIteration):  # Linux alone tells it so
         lines = Path("/proc/meminfo").read_text().splitlines()
         spare = min(spare, 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    # the limit of a container; no limit is written as `max`
-    with suppress(OSError, ValueError):
-        limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text()) for name in ("max", "current"))
-        # files that are only cached make room for whoever asks
-        cached = [
-            line.split()[1]
-            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-            if line.startswith("inactive_file ")
-        ]
-        spare = min(spare, limit - used + sum(map(int, cached)))
-    return spare
+    return min([spare, *_left_by_cgroups()])
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+# of cgroup v2 and v1: what bounds memory, what is used of it, and pages of files, which make room for whoever asks
+_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+def _left_by_cgroups() -> Iterator[float]:
+    """Bytes that are left by each limit on this process: of its container, of a job of Slurm's or systemd's."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, (most, used, cached) = (_CGROUPS / "memory", _V1) if controllers else (_CGROUPS, _V2)
+            # a limit holds for all groups below; in a container the topmost one is the container's own
+            for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                folder = root / str(group).lstrip("/")
+                # no limit is written as `max`, or as a number larger than any memory
+                with suppress(OSError, ValueError, KeyError):
+                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    files = sum(int(stat[name]) for name in cached)
+                    yield int((folder / most).read_text()) - int((folder / used).read_text()) + files
+
+
+def available_memory_per_rank(device: torch.device, local_ranks: int) -> float:
+    """Bytes that each of so many processes of this machine can still have where it computes.
+
+    A GPU is one process's own. The host's memory is shared, but a limit of addresses is each process's.
+    """
+    if device.type != "cpu":
+        return available_memory(device)
+    return min(_available_addresses(), _available_to_all() / local_ranks)
+
+
+def total_memory(device: torch.device) -> float:
+    """Bytes of a device in all; where it does not tell, and on CPUs, those that are free."""
+    memory = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    return float(memory(device)[1]) if memory else available_memory(device)
 
 
 def available_memory(device: torch.device) -> float:

@@ -33,6 +33,18 @@ def broadcast_from_main(launch: Launch, what: str, decide: Callable[[], Any]) ->
     return json.loads(store.get(f"{what}-value"))
 
 
+def gather_to_main(launch: Launch, what: str, value: Any) -> list[Any]:
+    """Collective: on the main rank the JSON values of all ranks in their order; on every other one only its own."""
+    store = launch.store()
+    if store is None:
+        return [value]
+    if not launch.is_main:
+        store.set(f"{what}-of-{launch.rank}", json.dumps(value))
+        return [value]
+    # the main rank waits for each of the others
+    return [value, *(json.loads(store.get(f"{what}-of-{rank}")) for rank in range(1, launch.world_size))]
+
+
 def run_on_all_ranks(launch: Launch, what: str, act: Callable[[], T]) -> T:
     """Collective: run `act` on every rank; where it refuses on one, all refuse alike, and none waits for the others."""
     store = launch.store()

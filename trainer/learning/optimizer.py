@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.learning.parameter_patterns import Rule
@@ -171,6 +172,18 @@ def init_momentum(optimizer: torch.optim.Optimizer) -> None:
             for parameter in group["params"]:
                 if optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def state_per_parameter(make_optimizer: Make) -> float:
+    """How many numbers an optimizer remembers for each that it learns; two where a step over a few does not tell."""
+    parameter = nn.Parameter(torch.zeros(32, 32))
+    parameter.grad = torch.ones_like(parameter)
+    with suppress(Exception):  # some optimizers take sparse gradients alone
+        optimizer = make_optimizer([{"params": [parameter]}])
+        optimizer.step()
+        tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        return round(sum(x.numel() for x in tensors) / parameter.numel(), 1)
+    return 2.0
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float], factor: float) -> float:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import StatusWriter
@@ -29,7 +29,7 @@ from trainer.launch.safe_files import (
     resolve_links,
 )
 from trainer.launch.store_collectives import broadcast_from_main, run_on_all_ranks
-from trainer.launch.typed_values import DamagedFile, Text, Whole, read_yaml
+from trainer.launch.typed_values import DamagedFile, Finite, Text, Whole, mapping_of, read_yaml
 from trainer.messages import Refusal, expand_home
 from trainer.records.folder_lock import lock_folder, lock_holder, unlock_folder
 from trainer.records.resume_rules import has_checkpoint, resolve_resume_path
@@ -52,9 +52,19 @@ class ConfigFields(TypedDict):
     checkpoint: NotRequired[CheckpointKeys]
 
 
+class AutoFields(TypedDict):
+    """What a plan has decided for `strategy=auto` or `loop.micro_batch=auto`."""
+
+    overrides: list[Text]
+    reason: Text
+    processes: Whole
+    planned: Annotated[dict[str, float], mapping_of(Text, Finite)] | None
+
+
 class EnvironmentFields(TypedDict):
     """environment.json: what a run's `auto` came to."""
 
+    auto: NotRequired[AutoFields | None]
     precision: NotRequired[Text]
     horizon: NotRequired[Whole]
     best: NotRequired[Text]
@@ -72,6 +82,7 @@ class RunFolder:
         self.path, self._lock = resolve_links(path), held
         self._is_new = made  # by this start
         self._status: StatusWriter | None = None  # of this attempt, once it has begun
+        self._environment: dict[str, Any] | None = None  # what this attempt has written into environment.json
 
     @classmethod
     def open(
@@ -157,7 +168,15 @@ class RunFolder:
         replace_file(path, config)
         words = "".join(f"- {json.dumps(word, ensure_ascii=False)}\n" for word in overrides) or "[]\n"
         replace_file(self.path / "overrides.yaml", words)
-        replace_file(self.path / "environment.json", json.dumps(environment, indent=1, ensure_ascii=False) + "\n")
+        self._environment = {}
+        self.add_to_environment(environment)
+
+    def add_to_environment(self, facts: Mapping[str, Any]) -> None:
+        """Add to environment.json what this attempt has found out; nothing before there is one."""
+        if self._environment is not None:
+            self._environment.update(facts)
+            text = json.dumps(self._environment, indent=1, ensure_ascii=False)
+            replace_file(self.path / "environment.json", f"{text}\n")
 
     def begin(self, resume_step: int, world_size: int, strategy: str, age: float = 0.0) -> None:
         """The attempt has joined and goes on from this step: status.json says so, and counts it; age: in seconds."""

@@ -12,9 +12,8 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.jobs.run_messages import add_overrides, quote_path
 from trainer.jobs.run_parts import PreparedRun, RunParts
@@ -22,7 +21,7 @@ from trainer.launch.devices import available_host_memory, available_memory
 from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
-from trainer.learning.optimizer import Make
+from trainer.learning.optimizer import state_per_parameter
 from trainer.messages import Refusal, format_count
 from trainer.parallel.meta_model import named_state
 from trainer.verify.comparison import noise_floors, perturbation_size, tolerances_in
@@ -77,18 +76,6 @@ def out_of_memory_message(run: PreparedRun, why: str, lack: str, layers: int | s
     short_text = f" even with fewer layers ({why})" if why else ""
     whole_text = f" All of it: {lack_of_all}." if (lack_of_all := memory_shortage(run, 0.0)) else ""
     return f"job=verify: the reference does not fit into one process{short_text}: {lack}.{whole_text}{advice} {SMALLER}"
-
-
-def state_per_parameter(make_optimizer: Make) -> float:
-    """How many numbers an optimizer remembers for each that it learns; two where a step over a few does not tell."""
-    parameter = nn.Parameter(torch.zeros(32, 32))
-    parameter.grad = torch.ones_like(parameter)
-    with suppress(Exception):  # some optimizers take sparse gradients alone
-        optimizer = make_optimizer([{"params": [parameter]}])
-        optimizer.step()
-        tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        return round(sum(x.numel() for x in tensors) / parameter.numel(), 1)
-    return 2.0
 
 
 def _explain_shortage(

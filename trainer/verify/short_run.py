@@ -21,6 +21,7 @@ from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.jobs.batch_sizes import divide_batch, evaluation_batch_size
 from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
+from trainer.jobs.plan_comparison import PlanComparison
 from trainer.jobs.preparation import build_weights_on_main, read_data_sets, seeded_network
 from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.stop_signals import StopRequest
@@ -115,7 +116,9 @@ def train_and_record(
             # everything as a start of a run makes it; the second part resumes from the first one's checkpoint
             start, evaluation = checkpoints.newest(), make_evaluation(run)
             build_weights_on_main(run, resuming=start is not None)
-            trainer = make_trainer(run, checkpoints, Log([]), stop, initial_progress(run, ends[-1]))
+            trainer = make_trainer(
+                run, checkpoints, Log([]), stop, initial_progress(run, ends[-1]), PlanComparison(run)
+            )
             if shake and start is None:
                 perturb_weights(trainer.model.network, shake)
             _lower_loss_scale(trainer.model)

@@ -17,7 +17,7 @@ import torch
 
 from trainer import __version__
 from trainer.jobs.doctor.findings import ExaminedRanks, Finding, Level, find_unusual
-from trainer.launch.devices import accelerator_names, available_host_memory, available_memory
+from trainer.launch.devices import accelerator_names, available_host_memory, available_memory, total_memory
 from trainer.launch.store_collectives import machine_id
 from trainer.messages import format_count
 
@@ -72,7 +72,7 @@ def collect_host_facts(device: torch.device, interface: str | None) -> HostFacts
     free = available_memory(device)
     return HostFacts(
         device=platform.machine() if device.type == "cpu" else accelerator_names()[device.index or 0],
-        memory=_memory_of(device),
+        memory=total_memory(device),
         free=free,
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
@@ -83,12 +83,6 @@ def collect_host_facts(device: torch.device, interface: str | None) -> HostFacts
         network_rate=_network_rate(device, interface),
         versions=software_versions(),
     )
-
-
-def _memory_of(device: torch.device) -> float:
-    """Bytes of a device in all; where it does not tell, and on CPUs, those that are free."""
-    asked = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
-    return float(asked(device)[1]) if asked else available_memory(device)
 
 
 def _shared_memory() -> float:

@@ -67,7 +67,8 @@ class PlanJob(Job):
         chosen = choose_row([row for row in rows if row.processes == self.counts[-1]], self.device)
         for line in advise(rows, chosen, self.device):
             print(line)
-        facts = {"device": self.device.name, "rows": [row_facts(row) for row in rows]}
+        facts = {"device": self.device.name, "free": self.device.free, "spare": SPARE_MEMORY, "doctor": None}
+        facts |= {"rows": [row_facts(row) for row in rows]}
         replace_file(
             out / "plan.json", json.dumps({**facts, "chosen": chosen.arguments if chosen else None}, indent=1) + "\n"
         )
@@ -136,10 +137,11 @@ def candidate_arguments(parts: RunParts, candidate: Candidate, count: int) -> tu
     """The arguments of this candidate with batches that divide, and these batches. Refusal where none do."""
     loop, ranks = parts.settings.loop, candidate.strategy.data_ranks(count)
     micro_batches, total = max(loop.micro_batches, candidate.micro_batches), loop.global_batch
-    unit = ranks * (loop.micro_batch or micro_batches)  # samples; the global batch must be a multiple
+    micro_batch = None if loop.micro_batch == "auto" else loop.micro_batch
+    unit = ranks * (micro_batch or micro_batches)  # samples; the global batch must be a multiple
     if total % unit and not loop.uneven:
         total = -(-total // unit) * unit  # the nearest above: what does not divide would be refused
-    batches = divide_batch(total, ranks, micro_batches, loop.micro_batch, loop.uneven)
+    batches = divide_batch(total, ranks, micro_batches, micro_batch, loop.uneven)
     candidate.strategy.refuse_shares(count, total // ranks, batches.micro_batches, loop.uneven)
     arguments = [candidate.arguments]
     arguments += [f"loop.micro_batches={micro_batches}"] if micro_batches != loop.micro_batches else []

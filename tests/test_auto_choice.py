@@ -1,0 +1,143 @@
+"""What `strategy=auto` and `loop.micro_batch=auto` come to, and what a run says of its plan afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.commands import finish, single
+from trainer.jobs.auto_choice import choose_row
+from trainer.jobs.run_parts import AutoChoice
+from trainer.messages import Refusal
+
+MIB = 2**20
+
+
+def row(words, peak, ms, how="simulated"):
+    """A row of plan.json."""
+    return {
+        "words": words,
+        "strategy": words.split()[0].removeprefix("strategy="),
+        "processes": 4,
+        "how": how,
+        "peak": peak * MIB,
+        "step_s": ms / 1e3,
+        "fits": peak <= 1000,
+        "advice": "more processes",
+    }
+
+
+def plan(*rows, device="H100", doctor=None, spare=0.2):
+    """A plan for four devices of 1,000 MiB each."""
+    return {"device": device, "free": 1000 * MIB, "spare": spare, "doctor": doctor, "rows": list(rows)}
+
+
+def test_the_cheapest_that_leaves_memory_is_chosen_and_the_second_is_named():
+    rows = row("strategy=ddp", 900, 10), row("strategy=zero1", 700, 12), row("strategy=fsdp", 300, 15)
+    choice = choose_row(plan(*rows), ["strategy"], is_known=True)
+    assert choice.overrides == ["strategy=zero1"]
+    assert choice.reason.startswith("zero1 (700 MiB, 12 ms a step), of 1,000 MiB a process")
+    assert choice.reason.endswith("second: fsdp (300 MiB, 15 ms a step)")
+    assert choice.planned == {"peak": 700 * MIB, "step_s": 0.012}
+    # after a doctor's file less has to be left
+    closer = plan(*rows, doctor="doctor.json", spare=0.1)
+    assert choose_row(closer, ["strategy"], is_known=True).overrides == ["strategy=ddp"]
+
+
+def test_of_a_device_whose_times_nobody_knows_ddp_is_chosen_where_it_fits():
+    ddp, fsdp = row("strategy=ddp", 700, 12), row("strategy=fsdp", 300, 10)
+    assert choose_row(plan(ddp, fsdp), ["strategy"], is_known=False).overrides == ["strategy=ddp"]
+    unmeasured = choose_row(plan(ddp, fsdp, device="CPU"), ["strategy"], is_known=True)
+    assert unmeasured.overrides == ["strategy=ddp"]
+    assert "job=doctor" in unmeasured.reason
+    measured = choose_row(plan(ddp, fsdp, device="CPU", doctor="doctor.json"), ["strategy"], is_known=True)
+    assert measured.overrides == ["strategy=fsdp"]
+    large = row("strategy=ddp", 1200, 12)
+    assert choose_row(plan(large, fsdp), ["strategy"], is_known=False).overrides == ["strategy=fsdp"]
+
+
+def test_another_global_batch_and_rows_that_were_only_computed_are_not_chosen():
+    other, computed = row("strategy=ddp loop.global_batch=132", 100, 5), row("strategy=tp", 100, 6, "computed")
+    rows = other, computed, row("strategy=fsdp strategy.reshard_after_forward=false", 300, 15)
+    assert choose_row(plan(*rows), ["strategy"], True).overrides[1] == "strategy.reshard_after_forward=false"
+
+
+def test_a_run_that_has_begun_keeps_its_strategy_while_it_fits():
+    before = AutoChoice(["strategy=fsdp"], "", 2)
+    ddp, fsdp = row("strategy=ddp", 700, 10), row("strategy=fsdp", 300, 15)
+    kept = choose_row(plan(ddp, fsdp), ["strategy"], True, before)
+    assert (kept.overrides, kept.processes) == (["strategy=fsdp"], 4)
+    assert "began with it" in kept.reason
+    large = row("strategy=fsdp", 1300, 15)
+    assert choose_row(plan(ddp, large), ["strategy"], True, before).overrides == ["strategy=ddp"]
+
+
+def test_where_nothing_fits_the_nearest_is_named():
+    with pytest.raises(Refusal, match=r"strategy=auto: nothing fits into 1,000 MiB a process; nearest: fsdp \(1,200"):
+        choose_row(plan(row("strategy=ddp", 4000, 10), row("strategy=fsdp", 1200, 15)), ["strategy"], True)
+
+
+@pytest.fixture
+def capped(tmp_path):
+    """Runs a command in a control group that may use so much memory, as a container or a job of Slurm may."""
+    root = Path("/sys/fs/cgroup")
+    kinds = {root / "memory": "memory.limit_in_bytes", root: "memory.max"}  # of version 1, and of 2
+    place = next((folder for folder in kinds if (folder / "cgroup.procs").exists()), root)
+    group = place / f"trainer-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / kinds[place]).write_text(str(2**34))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+
+    def run(limit: int, words: list[str], code: int = 0) -> str:
+        (group / kinds[place]).write_text(str(limit))
+        script = f'echo $$ > {group}/cgroup.procs; exec "$0" "$@"'
+        return finish(["sh", "-c", script, *single(*words)], tmp_path, code)
+
+    yield run
+    group.rmdir()
+
+
+LARGE = ("processes=2", "device=cpu", "model=mlp", "model.width=4096", "model.depth=4", "loop.global_batch=8")
+TIGHT, TIGHTER = 2_900 * MIB, 2_400 * MIB
+
+
+def environment(place):
+    """environment.json of the run."""
+    return json.loads((place / "runs/large/environment.json").read_text())
+
+
+def test_auto_takes_what_fits_into_a_limit_of_memory(capped, tmp_path):
+    screen = capped(TIGHT, [*LARGE, "run.name=large", "loop.eval_every=null", "loop.save_every=null", "loop.steps=11"])
+    facts = environment(tmp_path)
+    assert "auto        fsdp" in screen
+    assert f"auto        {facts['auto']['reason']}" in screen
+    assert facts["strategy"] == "fsdp" in facts["auto"]["overrides"][0]
+    # a row of the table of errors: what was planned, and what the first steps took
+    assert facts["planned"] == facts["auto"]["planned"]
+    assert abs(facts["measured"]["peak"] / facts["planned"]["peak"] - 1) < 0.3
+    assert facts["measured"]["step_s"] > 0
+    assert "planned     " in screen
+    config = yaml.safe_load((tmp_path / "runs/large/config.yaml").read_text())
+    assert config["strategy"]["_target_"].endswith("FSDP")
+
+
+@pytest.mark.long
+def test_a_resume_keeps_what_was_chosen_unless_it_no_longer_fits(capped, tmp_path):
+    words = [*LARGE, "run.name=large", "loop.eval_every=null", "log=[]", "schedule=constant"]
+    capped(2**34, [*words, "loop.steps=1"])
+    assert environment(tmp_path)["strategy"] == "ddp"
+    capped(2**33, [*words, "loop.steps=2"])
+    assert environment(tmp_path)["auto"]["reason"] == "as this run began"
+    capped(TIGHT, [*words, "loop.steps=3"])
+    assert environment(tmp_path)["strategy"] == "fsdp"
+    # with memory enough, as it is now
+    capped(2**34, [*words, "loop.steps=4"])
+    assert environment(tmp_path)["strategy"] == "fsdp"
+    finish(single(*words, "loop.steps=5", "run.resume=fresh", "processes=1"), tmp_path)
+    assert environment(tmp_path)["strategy"] == "single"

@@ -1,0 +1,213 @@
+"""What `strategy=auto` and `loop.micro_batch=auto` come to: decided once, by a plan, before any process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from trainer.jobs.plan.devices import DEVICES
+from trainer.jobs.run_messages import add_overrides, quote_path
+from trainer.jobs.run_parts import AutoChoice, RunParts
+from trainer.launch.devices import accelerator_names, available_memory_per_rank, total_memory
+from trainer.launch.launcher_environment import without_launcher_variables
+from trainer.launch.store_collectives import broadcast_from_main, gather_to_main
+from trainer.launch.typed_values import DamagedFile, read_json
+from trainer.learning.optimizer import state_per_parameter
+from trainer.messages import Refusal, expand_home
+from trainer.parallel.meta_model import build_meta_model, named_state
+from trainer.records.resume_rules import has_checkpoint
+from trainer.records.run_folder import EnvironmentFields
+
+CPU = "CPU"  # what the plan calls it
+SMALL_STATE = 0.01  # of a rank's memory; what takes less need not be divided
+UNKNOWN_DEVICE = "h100"  # whose times nobody reads; memory does not depend on the device
+PLAN_SECONDS = 12.0  # for trials; starting the plan and reading the data come on top
+_LAST = 300  # characters of what a plan that failed said last
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a decision depends on."""
+
+    run: RunParts
+    keys: Sequence[str]  # that say auto
+    memory: float  # bytes that each rank can have, by the rank that has least
+    device: str | None  # the plan's name of the run's device; None: it does not know it
+
+    @property
+    def processes(self) -> int:
+        return self.run.machine.launch.world_size
+
+
+def choose(run: RunParts, keys: Sequence[str]) -> AutoChoice:
+    """Collective: what these keys come to that say auto. The main rank plans, the others wait for its answer.
+
+    Refusal where nothing fits, or where a micro-batch was left to a plan that cannot be made.
+    """
+    launch = run.machine.launch
+    # each rank may have another amount: the smallest counts, so that none runs out before the others
+    mine = available_memory_per_rank(run.machine.torch_device, launch.local_world_size)
+    memory = gather_to_main(launch, "memory", mine)
+    # the others have no use for the question, and hear the answer
+    return AutoChoice(
+        **broadcast_from_main(
+            launch, "auto", lambda: asdict(_decide(_Question(run, keys, min(memory), planned_device(run))))
+        )
+    )
+
+
+def with_choice(arguments: Sequence[str], choice: AutoChoice) -> list[str]:
+    """The command line as somebody would have typed it who had known the choice."""
+    chosen = {override.partition("=")[0] for override in choice.overrides}
+    kept = [word for word in arguments if word.partition("=")[0] not in chosen]
+    return add_overrides(kept, *choice.overrides)
+
+
+def _decide(question: _Question) -> AutoChoice:
+    processes, memory, needs_plan = question.processes, question.memory, "loop.micro_batch" in question.keys
+    before = _read_choice(question.run)
+    # as many processes, and each still has what the choice takes, beside what is kept for all else
+    free = memory - DEVICES[question.device or UNKNOWN_DEVICE].reserved * 2**30
+    if before and before.processes == processes and (before.planned or {"peak": 0})["peak"] <= free:
+        return replace(before, reason="as this run began")
+    # of a small network there is nothing to divide
+    if not needs_plan and (state := _state_bytes(question.run)) <= SMALL_STATE * memory:
+        size = f"weights, gradients and optimizer take {format_mib(state)} of {format_mib(memory)} a process"
+        return AutoChoice([], f"ddp, as {size}: there is little to divide", processes)
+    plan, problem = _make_plan(question)
+    if plan is None and needs_plan:
+        raise Refusal(f"loop.micro_batch=auto: nothing can be planned: {problem}\nGive a number of samples instead")
+    if plan is None:
+        return AutoChoice([], f"ddp, without a plan: {problem}", processes)
+    return choose_row(plan, question.keys, question.device is not None, before)
+
+
+# ------------------------------------------------------------------------------------------ what the run has begun with
+
+
+def _read_choice(run: RunParts) -> AutoChoice | None:
+    """What an earlier start of this run has chosen; None where there is none to go on from."""
+    keys = run.settings.run
+    if keys.resume != "auto" or (keys.dir is None and keys.name is None):
+        return None
+    folder = expand_home(keys.dir if keys.dir is not None else f"{keys.root}/{keys.name}")
+    with suppress(OSError, DamagedFile):  # who opens the folder says what is wrong with it
+        if has_checkpoint(folder):
+            environment, _ = read_json(folder / "environment.json", EnvironmentFields)
+            return AutoChoice(**environment["auto"]) if environment.get("auto") else None
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def _state_bytes(run: RunParts) -> float:
+    """Bytes of weights, gradients, optimizer state and average of the whole network."""
+    network, _ = build_meta_model(run.make_network)
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    numbers = sum(tensor.numel() for tensor in {tensor for _, tensor in named_state(network)})
+    # a number each for its gradient, and for the bucket in which ddp sends it
+    per_parameter = 2 + state_per_parameter(run.make_optimizer) + (run.settings.ema.decay is not None)
+    return (numbers + per_parameter * trained) * run.machine.parameter_dtype.itemsize
+
+
+def planned_device(run: RunParts) -> str | None:
+    """The entry of the plan's table for this run's devices; None: it has none."""
+    if not run.machine.on_gpu:
+        return "cpu"
+    # a data sheet is found by the model's name, and where there are several sizes by the memory
+    name, memory = accelerator_names()[0], total_memory(run.machine.torch_device)
+    near = {key: abs(device.memory * 2**30 - memory) for key, device in DEVICES.items() if device.name in name}
+    return min(near, key=lambda key: near[key], default=None)
+
+
+def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
+    """What `job=plan` says of this run; or why there is no plan.
+
+    In a process of its own: torch keeps meshes and modes, and a process that has computed cannot be forked.
+    """
+    run, launch = question.run, question.run.machine.launch
+    if not hasattr(os, "fork"):
+        return None, "job=plan copies its process (fork), which this system cannot"
+    # this run's words, but for those that say how many processes there are, what is done, and where
+    replaced = ("processes=", "job=", "job.", "run.dir=", "run.name=", "device=", "distributed.")
+    arguments = [word for word in run.arguments if not word.lstrip("+~").startswith(replaced)]
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        added = [
+            *("job=plan", f"job.processes=[{question.processes}]", f"job.seconds={PLAN_SECONDS:g}"),
+            *(f"job.device={question.device or UNKNOWN_DEVICE}", f"job.memory={question.memory / 2**30:.6g}"),
+            f"job.per_machine={launch.local_world_size}",
+            *([] if "strategy" in question.keys else ["job.strategies=[own]"]),
+            f"run.dir={quote_path(folder)}",
+            f"precision={run.machine.resolved_precision}",
+            "device=cpu",  # tensors without values need no accelerator, and its driver would take memory
+        ]
+        here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
+        environment = {
+            **without_launcher_variables(os.environ),
+            **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""),
+            "PYTHONPATH": here,
+            "TRAINER_PARENT": str(os.getpid()),
+        }
+        code, printed = run.run_alone(add_overrides(arguments, *added), environment)
+        if code:
+            return None, printed.strip()[-_LAST:] or f"job=plan ended with {code}"
+        return json.loads((folder / "plan" / "plan.json").read_text()), ""
+
+
+def choose_row(
+    plan: Mapping[str, Any], keys: Sequence[str], is_known: bool, before: AutoChoice | None = None
+) -> AutoChoice:
+    """The cheapest row of a plan that fits with memory to spare, and why. Refusal where none fits at all.
+
+    keys: those that say auto. is_known: does the plan know the device? before: what an earlier start, on another number
+    of processes, has chosen.
+    """
+    # another global batch would be another curve
+    rows = [row for row in plan["rows"] if "loop.global_batch=" not in row["words"] and row["how"] == "simulated"]
+    fitting = [row for row in rows if row["fits"]]
+    if not fitting:
+        raise Refusal(_nothing_fits(f"{keys[0]}=auto", rows, plan["free"]))
+    spacious = [row for row in fitting if row["peak"] <= (1 - plan["spare"]) * plan["free"]]
+    ordered = sorted(spacious or fitting, key=lambda row: float(row["step_s"]))
+    chosen, why = ordered[0], "" if spacious else f"; none leaves {100 * plan['spare']:g} %"
+    # without a data sheet and a measurement nobody knows what is fast: then ddp, where it fits
+    if not is_known or (plan["device"] == CPU and not plan["doctor"]):
+        chosen = next((row for row in ordered if row["strategy"] == "ddp"), chosen)
+        why += "; what is fastest here is not known before job=doctor"
+    if before is not None and (same := [row for row in ordered if _option(row) in before.overrides]):
+        chosen, why = same[0], f"{why}; the run began with it"
+    second = next((row for row in ordered if row is not chosen), None)
+    others = f"; second: {_describe(second)}" if second else ""
+    sizes = f"{_describe(chosen)}, of {format_mib(plan['free'])} a process, as planned"
+    planned = {"peak": float(chosen["peak"]), "step_s": float(chosen["step_s"])}
+    return AutoChoice(chosen["words"].split(), f"{sizes}{why}{others}", chosen["processes"], planned)
+
+
+def _nothing_fits(key: str, rows: Sequence[Mapping[str, Any]], free: float) -> str:
+    least = min(rows, key=lambda row: int(row["peak"]), default=None)
+    if least is None:
+        return f"{key}: no strategy can be used; python -m trainer … job=plan says why"
+    return f"{key}: nothing fits into {format_mib(free)} a process; nearest: {_describe(least)}. {least['advice']}"
+
+
+def _option(row: Mapping[str, Any]) -> str:
+    return f"strategy={row['strategy']}"
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    words = row["words"].removeprefix("strategy=") or row["strategy"]
+    return f"{words} ({format_mib(row['peak'])}, {row['step_s'] * 1e3:.3g} ms a step)"
+
+
+def format_mib(size: float) -> str:
+    """Bytes, for people."""
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,71 @@
+"""What the steps of a run take, beside what was planned: `planned` and `measured` in environment.json."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.jobs.run_parts import PreparedRun
+from trainer.launch.devices import memory_usage
+from trainer.parallel.meta_model import named_state
+from trainer.strategies.step_timing import STEP_PHASES, StepTimer
+
+COMPARED_STEPS = 10  # after which the first comparison is written
+
+
+class PlanComparison:
+    """Measures the memory and the time of this process's steps; the main rank writes them down, once a start.
+
+    On the CPU the peak is what the process has grown by since this object was made, and the network it had by then.
+    """
+
+    def __init__(self, run: PreparedRun) -> None:
+        self.planned = planned_row(run)
+        self._folder, self._on_gpu = run.folder, run.machine.on_gpu
+        self._measured: dict[str, float] | None = None
+        values = {tensor for _, tensor in named_state(run.network) if not tensor.is_meta}
+        self._before = memory_usage().get("host", 0) - sum(tensor.nbytes for tensor in values)
+        with suppress(OSError):  # the most that this process has had counts from now on; Linux alone does that
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def note(self, watch: StepTimer, ended: bool) -> None:
+        """Write down what the steps took, once there are enough of them, or no more will come."""
+        if self._measured is None and watch.measured >= (1 if ended else COMPARED_STEPS):
+            # reading of data is in no plan
+            spent = sum(watch.laps[phase] for phase in STEP_PHASES if phase != "data")
+            self._measured = {"peak": self._peak(), "step_s": spent / watch.measured}
+            self._folder.add_to_environment({"measured": self._measured})
+
+    def lines(self) -> list[str]:
+        """How far the plan was off, for people; nothing where there was no plan."""
+        if not self.planned or not self._measured:
+            return []
+        peak, step = (self._measured[key] / self.planned[key] - 1 for key in ("peak", "step_s"))
+        size, seconds = self.planned["peak"] / 2**20, self.planned["step_s"]
+        return [
+            f"planned     {size:,.0f} MiB, measured {100 * peak:+.0f} %; {seconds * 1e3:.3g} ms a step, measured"
+            f" {100 * step:+.0f} %"
+        ]
+
+    def _peak(self) -> float:
+        usage = memory_usage()
+        if self._on_gpu and "device" in usage:
+            return float(usage["device"])
+        with suppress(OSError, StopIteration):
+            status = Path("/proc/self/status").read_text().splitlines()
+            peak = next(line for line in status if line.startswith("VmHWM:"))
+            return 1024.0 * int(peak.split()[1]) - self._before
+        return 0.0
+
+
+def planned_row(run: PreparedRun) -> dict[str, float] | None:
+    """What was planned for a run, for its auto or by its own `job=plan`: `peak` in bytes, `step_s`; None: nothing."""
+    if run.auto is not None and run.auto.planned is not None:
+        return run.auto.planned
+    mine = run.strategy.name, run.machine.launch.world_size, str(run.batches)
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or one of another version
+        for row in json.loads((run.folder.path / "plan" / "plan.json").read_text())["rows"]:
+            if (row["strategy"], row["processes"], row["batches"]) == mine:
+                return {"peak": float(row["peak"]), "step_s": float(row["step_s"])}
+    return None
