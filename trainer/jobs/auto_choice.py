@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic
 from typing import Any
 
 from trainer.jobs.plan.devices import DEVICES
@@ -55,12 +56,13 @@ def choose(run: RunParts, keys: Sequence[str]) -> AutoChoice:
     # each rank may have another amount: the smallest counts, so that none runs out before the others
     mine = available_memory_per_rank(run.machine.torch_device, launch.local_world_size)
     memory = gather_to_main(launch, "memory", mine)
-    # the others have no use for the question, and hear the answer
-    return AutoChoice(
-        **broadcast_from_main(
-            launch, "auto", lambda: asdict(_decide(_Question(run, keys, min(memory), planned_device(run))))
-        )
-    )
+
+    def decide() -> dict[str, Any]:
+        began = monotonic()
+        choice = _decide(_Question(run, keys, min(memory), planned_device(run)))
+        return asdict(replace(choice, seconds=round(monotonic() - began, 3)))
+
+    return AutoChoice(**broadcast_from_main(launch, "auto", decide))
 
 
 def with_choice(arguments: Sequence[str], choice: AutoChoice) -> list[str]:

@@ -58,15 +58,13 @@ def make_trainer(
     progress: Progress,
     comparison: PlanComparison,
 ) -> Trainer:
-    """Collective: build all that a loop needs, in the order in which one thing needs the other.
-
-    comparison: began before the network was built.
-    """
+    """Collective: build all that a loop needs, in the order in which one thing needs the other."""
     settings, strategy, loop = run.settings, run.strategy, run.settings.loop
     # the samples of this data rank, in micro-batches
     options, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
     train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, options)
     model, optimizer = build_model(run, train_loader.example(), log)
+    comparison.begin(model.network)
     evaluation = make_evaluation(run)
     return Trainer(
         strategy=strategy,

@@ -66,7 +66,7 @@ class Fit(Job):
                 print(f"{folder}: {decision.complete}")
             return 0
         run.machine = run.strategy.machine = replace(run.machine, precision=decision.precision)
-        comparison = PlanComparison(run)  # its measurement of memory begins before there is a group, or a value
+        comparison = PlanComparison(run)
         rank_output.redirect_output(launch.rank, folder)
         log = Log([MetricsFile(), LogFile(), *run.sinks] if launch.is_main else [])
         # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a

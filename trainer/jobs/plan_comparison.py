@@ -6,8 +6,11 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from torch import nn
+
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.devices import memory_usage
+from trainer.parallel.device_mesh import to_local
 from trainer.parallel.meta_model import named_state
 from trainer.strategies.step_timing import STEP_PHASES, StepTimer
 
@@ -15,17 +18,21 @@ COMPARED_STEPS = 10  # after which the first comparison is written
 
 
 class PlanComparison:
-    """Measures the memory and the time of this process's steps; the main rank writes them down, once a start.
-
-    On the CPU the peak is what the process has grown by since this object was made, and the network it had by then.
-    """
+    """Measures the memory and the time of this process's steps; the main rank writes them down, once a start."""
 
     def __init__(self, run: PreparedRun) -> None:
         self.planned = planned_row(run)
         self._folder, self._on_gpu = run.folder, run.machine.on_gpu
         self._measured: dict[str, float] | None = None
-        values = {tensor for _, tensor in named_state(run.network) if not tensor.is_meta}
-        self._before = memory_usage().get("host", 0) - sum(tensor.nbytes for tensor in values)
+        self._before = 0  # bytes that this process has for all but tensors
+
+    def begin(self, network: nn.Module) -> None:
+        """The network has been built, and no step has run: what the process grows by from now on is a step's.
+
+        Only on CPUs; an accelerator's allocator counts by itself.
+        """
+        held = {to_local(tensor) for _, tensor in named_state(network)}
+        self._before = memory_usage().get("host", 0) - sum(tensor.nbytes for tensor in held)
         with suppress(OSError):  # the most that this process has had counts from now on; Linux alone does that
             Path("/proc/self/clear_refs").write_text("5")
 

@@ -64,6 +64,7 @@ class AutoChoice:
     reason: str  # one line for people
     processes: int
     planned: dict[str, float] | None = None  # `peak` in bytes, `step_s`; None: nothing was planned
+    seconds: float = 0.0  # that it took to decide
 
 
 @dataclass

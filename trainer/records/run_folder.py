@@ -59,6 +59,7 @@ class AutoFields(TypedDict):
     reason: Text
     processes: Whole
     planned: Annotated[dict[str, float], mapping_of(Text, Finite)] | None
+    seconds: Finite
 
 
 class EnvironmentFields(TypedDict):
