@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands import finish, single
-from trainer.jobs.auto_choice import choose_row
+from tests.commands import curve, far, finish, single, torchrun
+from tests.warm import ROOT
+from trainer.jobs.auto_choice import _read_plan
 from trainer.jobs.run_parts import AutoChoice
 from trainer.messages import Refusal
 
@@ -38,47 +39,47 @@ def plan(*rows, device="H100", doctor=None, spare=0.2):
 
 def test_the_cheapest_that_leaves_memory_is_chosen_and_the_second_is_named():
     rows = row("strategy=ddp", 900, 10), row("strategy=zero1", 700, 12), row("strategy=fsdp", 300, 15)
-    choice = choose_row(plan(*rows), ["strategy"], is_known=True)
+    choice = _read_plan(plan(*rows), ["strategy"], is_known=True)
     assert choice.overrides == ["strategy=zero1"]
     assert choice.reason.startswith("zero1 (700 MiB, 12 ms a step), of 1,000 MiB a process")
     assert choice.reason.endswith("second: fsdp (300 MiB, 15 ms a step)")
     assert choice.planned == {"peak": 700 * MIB, "step_s": 0.012}
     # after a doctor's file less has to be left
     closer = plan(*rows, doctor="doctor.json", spare=0.1)
-    assert choose_row(closer, ["strategy"], is_known=True).overrides == ["strategy=ddp"]
+    assert _read_plan(closer, ["strategy"], is_known=True).overrides == ["strategy=ddp"]
 
 
 def test_of_a_device_whose_times_nobody_knows_ddp_is_chosen_where_it_fits():
     ddp, fsdp = row("strategy=ddp", 700, 12), row("strategy=fsdp", 300, 10)
-    assert choose_row(plan(ddp, fsdp), ["strategy"], is_known=False).overrides == ["strategy=ddp"]
-    unmeasured = choose_row(plan(ddp, fsdp, device="CPU"), ["strategy"], is_known=True)
+    assert _read_plan(plan(ddp, fsdp), ["strategy"], is_known=False).overrides == ["strategy=ddp"]
+    unmeasured = _read_plan(plan(ddp, fsdp, device="CPU"), ["strategy"], is_known=True)
     assert unmeasured.overrides == ["strategy=ddp"]
     assert "job=doctor" in unmeasured.reason
-    measured = choose_row(plan(ddp, fsdp, device="CPU", doctor="doctor.json"), ["strategy"], is_known=True)
+    measured = _read_plan(plan(ddp, fsdp, device="CPU", doctor="doctor.json"), ["strategy"], is_known=True)
     assert measured.overrides == ["strategy=fsdp"]
     large = row("strategy=ddp", 1200, 12)
-    assert choose_row(plan(large, fsdp), ["strategy"], is_known=False).overrides == ["strategy=fsdp"]
+    assert _read_plan(plan(large, fsdp), ["strategy"], is_known=False).overrides == ["strategy=fsdp"]
 
 
 def test_another_global_batch_and_rows_that_were_only_computed_are_not_chosen():
     other, computed = row("strategy=ddp loop.global_batch=132", 100, 5), row("strategy=tp", 100, 6, "computed")
     rows = other, computed, row("strategy=fsdp strategy.reshard_after_forward=false", 300, 15)
-    assert choose_row(plan(*rows), ["strategy"], True).overrides[1] == "strategy.reshard_after_forward=false"
+    assert _read_plan(plan(*rows), ["strategy"], True).overrides[1] == "strategy.reshard_after_forward=false"
 
 
 def test_a_run_that_has_begun_keeps_its_strategy_while_it_fits():
     before = AutoChoice(["strategy=fsdp"], "", 2)
     ddp, fsdp = row("strategy=ddp", 700, 10), row("strategy=fsdp", 300, 15)
-    kept = choose_row(plan(ddp, fsdp), ["strategy"], True, before)
+    kept = _read_plan(plan(ddp, fsdp), ["strategy"], True, before)
     assert (kept.overrides, kept.processes) == (["strategy=fsdp"], 4)
     assert "began with it" in kept.reason
     large = row("strategy=fsdp", 1300, 15)
-    assert choose_row(plan(ddp, large), ["strategy"], True, before).overrides == ["strategy=ddp"]
+    assert _read_plan(plan(ddp, large), ["strategy"], True, before).overrides == ["strategy=ddp"]
 
 
 def test_where_nothing_fits_the_nearest_is_named():
     with pytest.raises(Refusal, match=r"strategy=auto: nothing fits into 1,000 MiB a process; nearest: fsdp \(1,200"):
-        choose_row(plan(row("strategy=ddp", 4000, 10), row("strategy=fsdp", 1200, 15)), ["strategy"], True)
+        _read_plan(plan(row("strategy=ddp", 4000, 10), row("strategy=fsdp", 1200, 15)), ["strategy"], True)
 
 
 @pytest.fixture
@@ -141,3 +142,56 @@ def test_a_resume_keeps_what_was_chosen_unless_it_no_longer_fits(capped, tmp_pat
     assert environment(tmp_path)["strategy"] == "fsdp"
     finish(single(*words, "loop.steps=5", "run.resume=fresh", "processes=1"), tmp_path)
     assert environment(tmp_path)["strategy"] == "single"
+
+
+SLICED = ("device=cpu", "model=vit_tiny", "model.depth=4", "loop.global_batch=512", "loop.micro_batch=auto", "log=[]")
+
+
+def test_the_largest_micro_batch_that_fits_is_chosen_and_the_curve_stays(capped, tmp_path):
+    words = [*SLICED, "processes=2", "strategy=fsdp", "loop.steps=4", "loop.log_every=1", "loop.eval_every=null"]
+    curves, slices = [], []
+    for name, limit in (("wide", 2**34), ("narrow", 1_900 * MIB)):
+        capped(limit, [*words, f"run.name={name}"])
+        config = yaml.safe_load((tmp_path / f"runs/{name}/config.yaml").read_text())
+        slices.append(config["loop"]["micro_batch"])
+        curves.append(curve(tmp_path / f"runs/{name}"))
+    assert slices[0] == 256  # all that a rank has of a step
+    assert slices[1] < 256
+    assert far(*curves) < 1e-6
+
+
+SMALLER_RANK = """
+import os, resource
+from recipes.vision.digits import Digits
+
+class Crowded(Digits):
+    def __init__(self, spare, **keys):
+        super().__init__(**keys)
+        if os.environ.get("RANK") == "1":  # another program has most of this rank's memory
+            taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + spare * 2**20, resource.RLIM_INFINITY))
+"""
+
+
+def test_the_rank_with_the_least_memory_decides_for_all_and_one_that_runs_out_ends_the_run(tmp_path):
+    lab = tmp_path / "lab"
+    (lab / "conf/data").mkdir(parents=True)
+    (lab / "__init__.py").touch()
+    (lab / "crowded.py").write_text(SMALLER_RANK)
+    keys = (ROOT / "conf/data/digits.yaml").read_text().replace("recipes.vision.digits.Digits", "lab.crowded.Crowded")
+    (lab / "conf/data/crowded.yaml").write_text(f"{keys}\nspare: 1800\n")
+    words = [*SLICED, "--config-dir", "lab/conf", "data=crowded", "strategy=ddp", "loop.steps=2", "run.name=crowded"]
+    finish(torchrun(2, *words), tmp_path)
+    config = yaml.safe_load((tmp_path / "runs/crowded/config.yaml").read_text())
+    assert config["loop"]["micro_batch"] < 256
+    # by a number that is too large this rank runs out in the middle of a step: nobody waits for it
+    words = [word for word in words if not word.startswith(("loop.micro_batch=", "run.name="))]
+    screen = finish(torchrun(2, *words, "data.spare=300", "loop.micro_batch=256", "run.name=out"), tmp_path, code=1)
+    assert "The device's memory ran out" in screen
+    assert "Try loop." in screen
+
+
+def test_where_not_even_one_sample_fits_the_run_is_refused(capped, tmp_path):
+    screen = capped(820 * MIB, [*SLICED, "strategy=single", "loop.steps=2"], code=2)
+    assert "loop.micro_batch=auto: nothing fits into " in screen
+    assert "nearest: loop.micro_batch=1 (" in screen

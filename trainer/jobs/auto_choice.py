@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
+from trainer.jobs.plan.choice import choose_row, format_mib
 from trainer.jobs.plan.devices import DEVICES
 from trainer.jobs.run_messages import add_overrides, quote_path
 from trainer.jobs.run_parts import AutoChoice, RunParts
@@ -30,6 +31,7 @@ CPU = "CPU"  # what the plan calls it
 SMALL_STATE = 0.01  # of a rank's memory; what takes less need not be divided
 UNKNOWN_DEVICE = "h100"  # whose times nobody reads; memory does not depend on the device
 PLAN_SECONDS = 12.0  # for trials; starting the plan and reading the data come on top
+OWN_SECONDS = 120.0  # the same where a slice is looked for, for the strategy that the user has named
 _LAST = 300  # characters of what a plan that failed said last
 
 
@@ -88,7 +90,7 @@ def _decide(question: _Question) -> AutoChoice:
         raise Refusal(f"loop.micro_batch=auto: nothing can be planned: {problem}\nGive a number of samples instead")
     if plan is None:
         return AutoChoice([], f"ddp, without a plan: {problem}", processes)
-    return choose_row(plan, question.keys, question.device is not None, before)
+    return _read_plan(plan, question.keys, question.device is not None, before)
 
 
 # ------------------------------------------------------------------------------------------ what the run has begun with
@@ -141,13 +143,15 @@ def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
     # this run's words, but for those that say how many processes there are, what is done, and where
     replaced = ("processes=", "job=", "job.", "run.dir=", "run.name=", "device=", "distributed.")
     arguments = [word for word in run.arguments if not word.lstrip("+~").startswith(replaced)]
+    chooses_strategy = "strategy" in question.keys
+    seconds = PLAN_SECONDS if chooses_strategy else OWN_SECONDS
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         added = [
-            *("job=plan", f"job.processes=[{question.processes}]", f"job.seconds={PLAN_SECONDS:g}"),
+            *("job=plan", f"job.processes=[{question.processes}]", f"job.seconds={seconds:g}"),
             *(f"job.device={question.device or UNKNOWN_DEVICE}", f"job.memory={question.memory / 2**30:.6g}"),
             f"job.per_machine={launch.local_world_size}",
-            *([] if "strategy" in question.keys else ["job.strategies=[own]"]),
+            *([] if chooses_strategy else ["job.strategies=[own]"]),
             f"run.dir={quote_path(folder)}",
             f"precision={run.machine.resolved_precision}",
             "device=cpu",  # tensors without values need no accelerator, and its driver would take memory
@@ -162,54 +166,30 @@ def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
         code, printed = run.run_alone(add_overrides(arguments, *added), environment)
         if code:
             return None, printed.strip()[-_LAST:] or f"job=plan ended with {code}"
-        return json.loads((folder / "plan" / "plan.json").read_text()), ""
+        plan = json.loads((folder / "plan" / "plan.json").read_text())
+    if not plan["rows"]:
+        return None, "; ".join(dict.fromkeys(plan["refused"].values()))
+    return plan, ""
 
 
-def choose_row(
+def _read_plan(
     plan: Mapping[str, Any], keys: Sequence[str], is_known: bool, before: AutoChoice | None = None
 ) -> AutoChoice:
-    """The cheapest row of a plan that fits with memory to spare, and why. Refusal where none fits at all.
+    """The row of a plan that a run takes. Refusal where none fits.
 
     keys: those that say auto. is_known: does the plan know the device? before: what an earlier start, on another number
     of processes, has chosen.
     """
-    # another global batch would be another curve
-    rows = [row for row in plan["rows"] if "loop.global_batch=" not in row["words"] and row["how"] == "simulated"]
-    fitting = [row for row in rows if row["fits"]]
-    if not fitting:
-        raise Refusal(_nothing_fits(f"{keys[0]}=auto", rows, plan["free"]))
-    spacious = [row for row in fitting if row["peak"] <= (1 - plan["spare"]) * plan["free"]]
-    ordered = sorted(spacious or fitting, key=lambda row: float(row["step_s"]))
-    chosen, why = ordered[0], "" if spacious else f"; none leaves {100 * plan['spare']:g} %"
-    # without a data sheet and a measurement nobody knows what is fast: then ddp, where it fits
-    if not is_known or (plan["device"] == CPU and not plan["doctor"]):
-        chosen = next((row for row in ordered if row["strategy"] == "ddp"), chosen)
-        why += "; what is fastest here is not known before job=doctor"
-    if before is not None and (same := [row for row in ordered if _option(row) in before.overrides]):
-        chosen, why = same[0], f"{why}; the run began with it"
-    second = next((row for row in ordered if row is not chosen), None)
-    others = f"; second: {_describe(second)}" if second else ""
-    sizes = f"{_describe(chosen)}, of {format_mib(plan['free'])} a process, as planned"
-    planned = {"peak": float(chosen["peak"]), "step_s": float(chosen["step_s"])}
-    return AutoChoice(chosen["words"].split(), f"{sizes}{why}{others}", chosen["processes"], planned)
-
-
-def _nothing_fits(key: str, rows: Sequence[Mapping[str, Any]], free: float) -> str:
-    least = min(rows, key=lambda row: int(row["peak"]), default=None)
-    if least is None:
-        return f"{key}: no strategy can be used; python -m trainer … job=plan says why"
-    return f"{key}: nothing fits into {format_mib(free)} a process; nearest: {_describe(least)}. {least['advice']}"
-
-
-def _option(row: Mapping[str, Any]) -> str:
-    return f"strategy={row['strategy']}"
-
-
-def _describe(row: Mapping[str, Any]) -> str:
-    words = row["words"].removeprefix("strategy=") or row["strategy"]
-    return f"{words} ({format_mib(row['peak'])}, {row['step_s'] * 1e3:.3g} ms a step)"
-
-
-def format_mib(size: float) -> str:
-    """Bytes, for people."""
-    return f"{size / 2**20:,.0f} MiB"
+    preferred, why = "", ""  # an option of the group strategy, and why it goes before faster ones
+    begun = [row["strategy"] for row in plan["rows"] if before and f"strategy={row['strategy']}" in before.overrides]
+    if begun:
+        preferred, why = begun[0], "the run began with it"
+    elif not is_known or (plan["device"] == CPU and not plan["doctor"]):
+        # without a data sheet and a measurement nobody knows what is fast
+        preferred, why = "ddp", "what is fastest here is not known before job=doctor"
+    try:
+        row, _, reason = choose_row(plan["rows"], plan["free"], plan["spare"], preferred, why)
+    except Refusal as refusal:
+        raise Refusal(f"{keys[0]}=auto: {refusal}") from None
+    planned = {"peak": float(row["peak"]), "step_s": float(row["step_s"])}
+    return AutoChoice(row["words"].split(), reason, row["processes"], planned)

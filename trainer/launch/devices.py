@@ -102,6 +102,8 @@ def _available_to_all() -> float:
     return min([spare, *_left_by_cgroups()])
 
 
+# Of `ulimit -v`: a thread takes 8 MiB of addresses for its stack and 64 for its heap, and uses hardly any of them.
+_UNUSED_ADDRESSES = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
 # of cgroup v2 and v1: what bounds memory, what is used of it, and pages of files, which make room for whoever asks
 _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
@@ -133,7 +135,7 @@ def available_memory_per_rank(device: torch.device, local_ranks: int) -> float:
     """
     if device.type != "cpu":
         return available_memory(device)
-    return min(_available_addresses(), _available_to_all() / local_ranks)
+    return min(_available_addresses() - _UNUSED_ADDRESSES, _available_to_all() / local_ranks)
 
 
 def total_memory(device: torch.device) -> float:

@@ -60,6 +60,7 @@ class ParallelModel:
     memory_format: MemoryFormat  # `cast` gives a batch the type and layout of the weights
     machine: Machine  # the strategy's
     before_first_step: bool  # has no step been done?
+    interleaves = False  # are several micro-batches of a step under way at once?
 
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example

@@ -53,6 +53,8 @@ class Stage(nn.Module):
 class PipelineModel(ShardedModel):
     """Some stages of a network. `network` holds those of this rank, under the whole network's names."""
 
+    interleaves = True
+
     def __init__(
         self,
         strategy: Meshed,

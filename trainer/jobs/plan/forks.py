@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import connection, get_context
+from contextlib import suppress
+from math import inf
+from multiprocessing import connection, get_context, parent_process
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -15,36 +20,48 @@ FunctionKey = TypeVar("FunctionKey")
 
 
 def run_forked(
-    functions: Mapping[FunctionKey, Callable[[], Any]], at_once: int, is_late: Callable[[], bool] = lambda: False
+    functions: Mapping[FunctionKey, Callable[[], Any]], at_once: int, deadline: float = inf
 ) -> Iterator[tuple[FunctionKey, Any]]:
     """What each function returns, or the exception that it raised, as they come; so many run at a time.
 
-    Once it is late no more are started. A process that was killed gives a FatalRunError.
+    deadline: of the monotonic clock; what has not ended by then is killed, and gives nothing. A process that was killed
+    otherwise gives a FatalRunError.
     """
     waiting = list(functions.items())[::-1]
     running: dict[Any, tuple[FunctionKey, Any]] = {}  # the end of a pipe → whose it is, the process
     try:
-        while running or (waiting and not is_late()):
-            while waiting and len(running) < at_once and not is_late():
+        while (running or waiting) and monotonic() < deadline:
+            while waiting and len(running) < at_once:
                 key, function = waiting.pop()
                 pipe, process = _start(function)
                 running[pipe] = key, process
-            for pipe in connection.wait(list(running)):  # whoever has answered, or has died
+            patience = None if deadline == inf else max(0.0, deadline - monotonic())
+            for pipe in connection.wait(list(running), patience):  # whoever has answered, or has died
                 key, process = running.pop(pipe)
                 yield key, _result(pipe)
                 process.join()  # after its answer: a process that still writes into a full pipe never ends
     finally:
-        # the caller has had enough, or was interrupted: nobody reads what these would answer
+        # it is late, or the caller has had enough: nobody reads what these would answer
         for _, process in running.values():
-            process.kill()
+            _kill_group(process)
             process.join()
+
+
+def _kill_group(process: Any) -> None:
+    """Kill a process with those that it has started."""
+    with suppress(ProcessLookupError):  # it has only just been made
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _start(function: Callable[[], Any]) -> tuple[Any, Any]:
     context = get_context("fork")  # what a function holds need not be sent
     pipe, other = context.Pipe(duplex=False)
+    is_nested = parent_process() is not None
 
     def run() -> None:
+        if not is_nested:
+            os.setpgid(0, 0)  # a group of its own, to be killed with all that it starts
         torch.set_num_threads(1)  # threads of torch's are not copied with a process
         try:
             other.send(function())

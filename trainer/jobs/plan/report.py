@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from trainer.jobs.plan.trial import RankUsage
 from trainer.messages import format_count
 
 MIB = 2**20
+AS_ASKED = "as asked"  # the strategy that the command line names
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Row:
     compute_s: float
     waiting_s: float  # for others: what does not travel while something is computed, and a pipeline's idle time
     fits: bool
+    how: str  # simulated: run on tensors without values; computed: from what another strategy takes
+    advice: str  # what to change where it does not fit; empty where it fits
 
     @property
     def peak(self) -> int:
@@ -41,30 +44,25 @@ class Row:
         """Seconds of a step."""
         return self.compute_s + self.waiting_s
 
-    @property
-    def advice(self) -> str:
-        """What to change where it does not fit, by what most of the memory is for; empty where it fits."""
-        if self.fits:
-            return ""
-        kind = max(self.at_peak.by_kind, key=lambda kind: self.at_peak.by_kind[kind])
-        if kind != "activations":
-            return f"most of it is {kind}: more processes, with a strategy that divides them (fsdp, or fsdp_tp)"
-        more = more_micro_batches(self.batches)
-        smaller = f"loop.micro_batches={more}, " if more else ""
-        return f"most of it is activations: {smaller}strategy.activation_checkpointing=units, or precision=bf16"
-
     def wire(self, between: bool) -> int:
         """Bytes that a rank sends in a step, between machines or inside one."""
         return round(sum(each.wire for each in self.collectives if each.between == between))
 
 
 def make_row(
-    strategy: str, arguments: str, processes: int, usages: Sequence[RankUsage], batches: BatchSizes, device: Device
+    strategy: str,
+    arguments: str,
+    processes: int,
+    usages: Sequence[RankUsage],
+    batches: BatchSizes,
+    device: Device,
+    how: str,
 ) -> Row:
     """The row of a strategy, from what its ranks use."""
     # memory of the rank that holds most, time of the slowest: these may be two ranks of a pipeline
     largest = max(usages, key=lambda usage: usage.peak.bytes)
     compute, waiting = max((_seconds(usage, batches, device) for usage in usages), key=sum)
+    fits = largest.peak.bytes <= device.free
     return Row(
         strategy,
         arguments,
@@ -75,8 +73,20 @@ def make_row(
         largest.collectives,
         compute,
         waiting,
-        fits=largest.peak.bytes <= device.free,
+        fits,
+        how,
+        "" if fits else _advise_by_kind(largest.peak, batches),
     )
+
+
+def _advise_by_kind(peak: Peak, batches: BatchSizes) -> str:
+    """What may help, by what most of the memory is for. It has not been tried."""
+    kind = max(peak.by_kind, key=lambda kind: peak.by_kind[kind])
+    if kind != "activations":
+        return f"most of it is {kind}: more processes, with a strategy that divides them (fsdp, or fsdp_tp)"
+    more = more_micro_batches(batches)
+    smaller = f"loop.micro_batches={more}, " if more else ""
+    return f"most of it is activations: {smaller}strategy.activation_checkpointing=units, or precision=bf16"
 
 
 def _seconds(usage: RankUsage, batches: BatchSizes, device: Device) -> tuple[float, float]:
@@ -101,6 +111,7 @@ def row_facts(row: Row) -> dict[str, Any]:
         "words": row.arguments,  # this name is a promise to who reads the file
         "processes": row.processes,
         "batches": str(row.batches),
+        "micro_batch": row.batches.largest,
         "peak": row.peak,
         "by_kind": dict(row.at_peak.by_kind),
         "rank": row.rank,
@@ -112,16 +123,21 @@ def row_facts(row: Row) -> dict[str, Any]:
         "compute_s": row.compute_s,
         "waiting_s": row.waiting_s,
         "fits": row.fits,
-        "how": "simulated",  # never computed by a formula; every row was run on tensors without values
+        "how": row.how,
         "advice": row.advice,
     }
 
 
-def format_plan_table(rows: Sequence[Row], refused: Sequence[str], device: Device) -> list[str]:
+def format_plan_table(rows: Sequence[Row], refused: Mapping[str, str], device: Device) -> list[str]:
     """The rows of one number of processes, as lines for people."""
+    # one line for each reason, with all strategies that it keeps out
+    reasons: dict[str, list[str]] = {}
+    for words, reason in refused.items():
+        reasons.setdefault(reason, []).append(words.removeprefix("strategy=") or AS_ASKED)
+    left_out = [f"not planned {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     if not rows:
-        return [*refused]
-    width = max(len(row.arguments) for row in rows)
+        return left_out
+    width = max(len(row.arguments or AS_ASKED) for row in rows)
     columns = ["peak", *KINDS, "inside", "between", "step ms"]
     place = f"{format_count(rows[0].processes, 'process')} on {device.name}, of {device.memory:g} GiB each"
     lines = [
@@ -133,22 +149,21 @@ def format_plan_table(rows: Sequence[Row], refused: Sequence[str], device: Devic
         sizes = [row.peak, *(row.at_peak.by_kind[kind] for kind in KINDS), row.wire(False), row.wire(True)]
         cells = [f"{size / MIB:>11,.1f}" for size in sizes] + [f"{row.step_s * 1e3:>11,.1f}"]
         verdict = "yes" if row.fits else f"no: {(row.peak - device.free) / MIB:,.0f} MiB too many; {row.advice}"
-        lines.append(f"{row.arguments:<{width}} {' '.join(cells)}  {verdict}")
-    return [*lines, *(f"not planned {line}" for line in refused)]
+        verdict = verdict if row.how == "simulated" else f"computed: {verdict}"
+        lines.append(f"{row.arguments or 'as asked':<{width}} {' '.join(cells)}  {verdict}")
+    return [*lines, *left_out]
 
 
-def advise(rows: Sequence[Row], chosen: Row | None, device: Device) -> list[str]:
-    """What to use, and of how many processes it fits at least."""
-    # smallest number of processes of which some strategy fits
-    least = min((row.processes for row in rows if row.fits), default=None)
-    if least is None:
-        nearest = min(rows, key=lambda row: row.peak, default=None)
-        return [
-            f"fits        nothing, into {device.memory:g} GiB",
-            *([f"nearest     {nearest.arguments}"] if nearest else []),
-        ]
-    lines = [f"fits        on {format_count(least, 'process')} or more, of those that were planned"]
-    if chosen is not None:
-        processes = format_count(chosen.processes, "process")
-        lines.append(f"chosen      {chosen.arguments} on {processes}; it holds most in: {chosen.at_peak.moment}")
-    return lines
+def advise(rows: Sequence[Row], facts: Mapping[str, Any], device: Device) -> list[str]:
+    """What to use, and of how many processes each strategy fits at least."""
+    least: dict[str, int] = {}  # strategy → the smallest number of processes on which it fits
+    for row in sorted(rows, key=lambda row: row.processes):
+        if row.fits:
+            least.setdefault(row.strategy, row.processes)
+    if not least:
+        return [f"fits        {facts['why']}"]
+    counts = sorted({row.processes for row in rows})
+    fits = ", ".join(f"{name} {count}" for name, count in least.items())
+    lines = [f"fits        on so many processes at least, of {counts}: {fits}"] if len(counts) > 1 else []
+    moment = next((row["when"] for row in facts["rows"] if row["words"] == facts["chosen"]), "")
+    return [*lines, f"chosen      for {counts[-1]}: {facts['why']}", f"most        in: {moment}"]

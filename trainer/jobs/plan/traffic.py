@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,16 @@ class Collective:
     bytes: int  # of the whole tensor: what is reduced, what all hold of it together, what one sends to another
 
     @property
+    def key(self) -> tuple[str, int, bool, bool]:
+        """What calls have in common that are added up."""
+        return self.op, self.ranks, self.between, self.waits
+
+    def extended(self, longer: Collective, times: int) -> Collective:
+        """These calls, and so often what another step has more of them."""
+        calls, size = longer.calls - self.calls, longer.bytes - self.bytes
+        return replace(self, calls=self.calls + times * calls, bytes=self.bytes + times * size)
+
+    @property
     def wire(self) -> float:
         """Bytes that this rank sends, by the rings that NCCL and gloo use: each rank passes on what it has to."""
         share = (self.ranks - 1) / self.ranks
@@ -66,9 +76,8 @@ class Traffic:
     def __init__(self, per_machine: int) -> None:
         self._per_machine = per_machine  # ranks of one machine, which are neighbours
         self._groups: dict[str, ProcessGroup] = {}  # by the name that functional collectives say
-        # op, ranks of the group, between machines, waits → calls, bytes
+        # Collective.key → calls, bytes
         self._sums: dict[tuple[str, int, bool, bool], list[int]] = {}
-        self.is_counting = False  # not what is sent before the first step
 
     def register_groups(self, groups: Iterable[ProcessGroup]) -> None:
         """The groups of the strategy: functional collectives say a name."""
@@ -94,13 +103,14 @@ class Traffic:
     def _find_group(self, group: Any) -> ProcessGroup:
         return self._groups[group] if isinstance(group, str) else ProcessGroup.unbox(group)
 
-    def collectives(self) -> list[Collective]:
-        """All of them, the largest first."""
+    def take(self) -> list[Collective]:
+        """All that has been counted since this was last called."""
         sums = [Collective(*key, calls, size) for key, (calls, size) in self._sums.items()]
-        return sorted(sums, key=lambda each: -each.wire)
+        self._sums.clear()
+        return sums
 
     def _add(self, op: str, group: ProcessGroup, size: int, waits: bool) -> None:
-        if not self.is_counting or group.size() == 1:  # alone in its group a rank sends nothing
+        if group.size() == 1:  # alone in its group a rank sends nothing
             return
         machines = {rank // self._per_machine for rank in dist.get_process_group_ranks(group)}
         sums = self._sums.setdefault((op, group.size(), len(machines) > 1, waits), [0, 0])

@@ -28,7 +28,8 @@ from trainer.parallel.fake_group import FakeGroup, NotYetSent
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
-STEPS = 2  # the optimizer makes its state in the first one
+# Micro-batches of a step that is tried whole. Of more, two and three are tried: all in the middle are alike.
+MOST_MICRO_BATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,24 @@ class RankUsage:
     collectives: list[Collective]  # of one step
     seconds: Mapping[str, float]  # of computing, by phase
     flops: float
+
+
+@dataclass(frozen=True)
+class _StepCounts:
+    """What one step sends and computes."""
+
+    collectives: list[Collective]
+    flops: float
+    seconds: dict[str, float]  # by phase
+
+    def extended(self, longer: _StepCounts, times: int) -> _StepCounts:
+        """This step and so often what a longer one has more: that of one more micro-batch."""
+        more = {each.key: each for each in longer.collectives}
+        return _StepCounts(
+            [each.extended(more[each.key], times) for each in self.collectives],
+            self.flops + times * (longer.flops - self.flops),
+            {name: took + times * (longer.seconds[name] - took) for name, took in self.seconds.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -86,10 +105,14 @@ class StrategyTrial:
             ledger.label_network(parallel.network)
             ledger.label(parallel.average.state().values(), "optimizer")
             ledger.label_step(optimizer)
-            for step in range(STEPS):
-                traffic.is_counting = work.is_counting = step == STEPS - 1  # memory is noted from the start
-                self._run_step(parallel, optimizer, batches, step, ledger)
-        return RankUsage(rank, ledger.peak(), traffic.collectives(), dict(work.seconds), work.flops)
+            counts: list[_StepCounts] = []
+            for number, tried in enumerate(_tried_batches(batches, parallel.interleaves)):
+                self._run_step(parallel, optimizer, tried, number, ledger)
+                counts.append(_StepCounts(traffic.take(), *work.take()))
+        # the first step is like no other; of many micro-batches the last two steps tell what one more takes
+        step = counts[1] if len(counts) == 2 else counts[1].extended(counts[2], len(batches) - 2)
+        collectives = sorted(step.collectives, key=lambda each: -each.wire)
+        return RankUsage(rank, ledger.peak(), collectives, step.seconds, step.flops)
 
     def _run_step(
         self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger
@@ -115,6 +138,13 @@ class StrategyTrial:
             batch._replace(span=range(batch.span.start * ranks, batch.span.stop * ranks), total=total)
             for batch in next(loader.epoch(0))
         ]
+
+
+def _tried_batches(batches: list[Batch], interleaves: bool) -> list[list[Batch]]:
+    """The micro-batches of each step that is run; the optimizer makes its state in the first one."""
+    if interleaves or len(batches) <= MOST_MICRO_BATCHES:
+        return [batches, batches]
+    return [batches[:2], batches[:2], batches[:3]]
 
 
 def _without_values(batch: Batch, mode: FakeRunMode) -> Batch:

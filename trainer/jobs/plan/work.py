@@ -17,13 +17,19 @@ class Work:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.flops = 0.0
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase
-        self.is_counting = False  # not what is computed before the step that is planned
+        self._flops = 0.0
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """Operations, and seconds by phase, that have been counted since this was last called."""
+        flops, seconds = self._flops, dict(self._seconds)
+        self._flops = 0.0
+        self._seconds.clear()
+        return flops, seconds
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, phase: str) -> None:
         """Add an operator up."""
-        if not self.is_counting or func.is_view:
+        if func.is_view:
             return
         # every input is read and every result written once, as if no cache kept anything between operators
         touched = [*tensors((list(args), kwargs)), *tensors(out)]
@@ -31,5 +37,5 @@ class Work:
         formula = flop_registry.get(func.overloadpacket)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
         dtype = touched[0].dtype if touched else torch.float32
-        self.flops += flops
-        self.seconds[phase] += self._device.seconds(flops, sum(tensor.nbytes for tensor in touched), dtype)
+        self._flops += flops
+        self._seconds[phase] += self._device.seconds(flops, sum(tensor.nbytes for tensor in touched), dtype)
