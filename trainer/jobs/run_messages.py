@@ -24,6 +24,7 @@ from trainer.learning.freezing import count_trainable
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import format_count, format_names, format_number
+from trainer.parallel.batch_norm import local_batch_norms
 from trainer.parallel.optimizer_state import EMA_PREFIX
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CheckpointInfo
@@ -68,9 +69,20 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
             f"note        {note}"
             for note in (*run.data.notes(), *strategy.notes(run.network), *lightning_notes(run.network))
         ],
+        *slice_notes(run),
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
         *(["note        init_from is ignored, because the run resumes"] if start and run.settings.init_from else []),
         *average_notes(run.settings.ema.decay, start),
+    ]
+
+
+def slice_notes(run: PreparedRun) -> list[str]:
+    """What a micro-batch means that a plan has chosen, for layers that see one micro-batch at a time."""
+    is_chosen = run.auto is not None and any("loop.micro_batch=" in override for override in run.auto.overrides)
+    if not (is_chosen and local_batch_norms(run.network)):
+        return []
+    return [
+        "note        loop.micro_batch=auto with BatchNorm: the curve depends on how much memory there is; set a number"
     ]
 
 
