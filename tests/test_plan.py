@@ -20,6 +20,7 @@ from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, make_network
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
+CHECKOUT = Path(__file__).resolve().parent.parent
 PLAN = (*TRANSFORMER, "job=plan", "run.dir=run", "log=[]", "device=cpu")
 
 
@@ -146,6 +147,23 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     assert "MiB too many; with loop.micro_batch=8 it fits" in screen
     assert facts["rows"][0]["advice"].startswith("with loop.micro_batch=8 it fits (1 MiB)")
     assert "fits        nothing fits into 1 MiB a process; nearest: single" in screen
+
+
+def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> None:
+    words = ["--config-dir", "foreign/conf", "experiment=experts", "job=plan", "job.processes=[1]", "device=cpu"]
+    finish(single(*words, f"run.dir={tmp_path}/run"), CHECKOUT / "tests")
+    facts = json.loads((tmp_path / "run/plan/plan.json").read_text())
+    assert facts["rows"] == []
+    reason = facts["refused"]["strategy=single"]
+    assert reason.startswith("it reads values of tensors (aten.nonzero.default), which a plan does not have, in ")
+    assert "tests/foreign/experts.py:" in reason
+
+
+def test_weights_that_a_module_keeps_weak_references_to_are_planned(tmp_path: Path) -> None:
+    words = ["--config-dir", "foreign/conf", "experiment=lstm", "job=plan", "job.processes=[2]", "device=cpu"]
+    finish(single(*words, "job.strategies=[ddp,fsdp]", f"run.dir={tmp_path}/run"), CHECKOUT / "tests")
+    rows = json.loads((tmp_path / "run/plan/plan.json").read_text())["rows"]
+    assert {row["strategy"] for row in rows} == {"ddp", "fsdp"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -70,6 +70,9 @@ def _numbers(args: Any) -> int:
 def make_network(make: Callable[[], nn.Module], mode: FakeRunMode) -> nn.Module:
     """The network without values: on the meta device for who asks for an outline, else with memory as it seems."""
     is_outline = torch.get_default_device().type == "meta"
+    if not is_outline:
+        with suppress(Exception):  # one that reads values, or a mistake, which comes again below
+            return make()
     # a constructor that reads what it makes fails on the meta device, and is called once more, outside of it
     with mode.building():
         network, reason = build_meta_model(make)

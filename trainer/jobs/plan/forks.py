@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import inf
@@ -14,8 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer.messages import FatalRunError
+import trainer
+from trainer.messages import FatalRunError, Refusal, first_line
 
+# torch's names for an operator whose result depends on the values of tensors
+_READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 FunctionKey = TypeVar("FunctionKey")
 
 
@@ -63,16 +68,29 @@ def _start(function: Callable[[], Any]) -> tuple[Any, Any]:
         if not is_nested:
             os.setpgid(0, 0)  # a group of its own, to be killed with all that it starts
         torch.set_num_threads(1)  # threads of torch's are not copied with a process
+        warnings.simplefilter("ignore")  # the run itself gives them
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error has what is needed
         try:
-            other.send(function())
+            answer = function()
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # frames hold networks and groups, which cannot be sent
-            other.send(error.with_traceback(None))
+            # not the error itself: it may hold networks, groups and other things that cannot be sent
+            answer = Refusal(str(error)) if isinstance(error, Refusal) else FatalRunError(_describe(error))
+        other.send(answer)
 
     process = context.Process(target=run)
     process.start()
     other.close()  # this process's copy; else no end of file would come when the other process dies
     return pipe, process
+
+
+def _describe(error: BaseException) -> str:
+    """What went wrong, in one line, and where in the user's own code."""
+    what = f"{type(error).__name__}: {first_line(error)}"
+    if type(error).__name__ in _READS_VALUES:
+        what = f"it reads values of tensors ({str(error).strip() or type(error).__name__}), which a plan does not have"
+    inside = tuple(os.path.dirname(str(module.__file__)) for module in (torch, trainer))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    return f"{what}, in {frames[-1].filename}:{frames[-1].lineno}" if frames else what
 
 
 def _result(pipe: Any) -> Any:
