@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,16 +70,17 @@ def _numbers(args: Any) -> int:
 def make_network(make: Callable[[], nn.Module], mode: FakeRunMode) -> nn.Module:
     """The network without values: on the meta device for who asks for an outline, else with memory as it seems."""
     is_outline = torch.get_default_device().type == "meta"
-    if not is_outline:
-        with suppress(Exception):  # one that reads values, or a mistake, which comes again below
-            return make()
     # a constructor that reads what it makes fails on the meta device, and is called once more, outside of it
     with mode.building():
         network, reason = build_meta_model(make)
     if reason:
         return _without_values(network, mode)
-    if not is_outline:
+    if is_outline:
+        return network
+    try:
         allocate_empty(network, torch.device("cpu"), torch.device("cpu"))
+    except RuntimeError:  # a module with weak references to its weights (nn.LSTM), which cannot be replaced
+        return make()  # inside the mode
     return network
 
 

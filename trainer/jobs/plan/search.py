@@ -101,7 +101,7 @@ class PlanSearch:
         functions = {words: partial(_try_candidate, each, limit) for words, each in plannable.items()}
         for words, result in run_forked(functions, self._at_once, self.deadline):
             if isinstance(result, Exception):  # a network that this strategy cannot train, or a process that was killed
-                self.refused[words] = str(result).partition("\n")[0]
+                self.refused[words] = first_line(result).removeprefix("FatalRunError: ")
             else:
                 yield words, result
 
