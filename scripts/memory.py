@@ -4,7 +4,8 @@
     python scripts/memory.py --depth 4 fsdp tp    a smaller one, two strategies
     python scripts/memory.py --frozen ddp fsdp    all but the head is frozen: the table in docs/language.md
     python scripts/memory.py --sequences          a decoder of 7 million parameters, one sequence of 2,048 tokens
-    python scripts/memory.py --planned --depth 4  what job=plan says beside what was measured: the table in docs/plan.md
+    python scripts/memory.py --planned            what job=plan says beside what was measured: the table in docs/plan.md
+    python scripts/memory.py --planned --networks vit,gpt --processes 2 -- ddp fsdp       some rows of it
 
 Every row is two runs of `python -m trainer` on CPUs: with this network, and with a tiny one. What stands in the table
 is by how much more a process grew (VmHWM in /proc/self/status) in the first of them: *built* until its first step
@@ -14,69 +15,28 @@ began, *peak* until it had trained two steps. Rank 0 and the largest of the othe
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from memory_errors import NETWORKS, compare
+from memory_runs import train
+from torch import nn
 
-from recipes.language.next_token import NextToken
-from recipes.vision.classification import Classification
 from recipes.vision.vit import VisionTransformer
-from trainer import Task
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 RUN = (
     "model=vit_small model.width={width} model.depth={depth} model.heads=12 model.patch_size=8 data=synthetic_images"
-    " data.size=64 data.evaluation_size=0 task._target_=memory.Watched trust=[memory] optimizer=adamw schedule=constant"
-    " precision=fp32 device=cpu loop.global_batch=4 loop.steps=2"
+    " data.size=64 data.evaluation_size=0 task._target_=memory_runs.Watched trust=[memory_runs]"
+    " optimizer=adamw schedule=constant precision=fp32 device=cpu loop.global_batch=4 loop.steps=2"
 )
 SEQUENCES = (
     "model=gpt_nano model.width={width} model.depth={depth} data=text data.length={length} data.held=0 task=language"
-    " task._target_=memory.WatchedTokens trust=[memory] optimizer=adamw schedule=constant precision=fp32 device=cpu"
-    " loop.global_batch=1 loop.steps=2"
+    " task._target_=memory_runs.WatchedTokens trust=[memory_runs] optimizer=adamw schedule=constant"
+    " precision=fp32 device=cpu loop.global_batch=1 loop.steps=2"
 )
 LARGE, TINY = SEQUENCES.format(width=256, depth=8, length=2048), SEQUENCES.format(width=32, depth=2, length=64)
-
-
-class Watching(Task):
-    """Notes on every rank how large its process was at most when the first step began, and after every step."""
-
-    built = 0  # bytes
-
-    def weight(self, target: Tensor) -> Tensor | int:
-        """Samples, as usual; a step asks for this first."""
-        self.built = self.built or highest()
-        return super().weight(target)
-
-    def after_step(self, network: nn.Module, step: int) -> None:
-        """Leave the figures in a file of this rank."""
-        path = Path(os.environ["MEMORY_FIGURES"]) / os.environ.get("RANK", "0")
-        path.write_text(json.dumps([self.built, highest()]))
-
-
-class Watched(Watching, Classification):
-    """Images."""
-
-
-class WatchedTokens(Watching, NextToken):
-    """Sequences."""
-
-
-def highest() -> int:
-    """Bytes that this process held at most so far."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
-
 
 Share = Callable[
     [float, float, int], float
@@ -128,25 +88,13 @@ def rows() -> Iterator[Row]:
     yield Row("fsdp_pp", 4, part, part)
 
 
-def run(strategy: str, processes: int, said: str) -> list[list[int]]:
-    """Train; of each rank, how large it was when its first step began, and at the end."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    with TemporaryDirectory() as folder:
-        words = [*said.split(), *f"strategy={strategy}".split(), f"run.dir={folder}/run"]
-        command = [sys.executable, *(launcher if processes > 1 else []), "-m", "trainer", *words]
-        own = {"MEMORY_FIGURES": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
-        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(processes)]
-
-
 def measured(strategy: str, processes: int, large_run: str, tiny_run: str) -> list[str]:
     """MiB that this network costs beyond a tiny one: built on rank 0 and elsewhere, peak on rank 0 and elsewhere."""
-    large, tiny = run(strategy, processes, large_run), run(strategy, processes, tiny_run)
+    large, tiny = (train(f"{run} strategy={strategy}", processes) for run in (large_run, tiny_run))
     figures = []
-    for which in (0, 1):
-        more = [(own[which] - less[which]) / MIB for own, less in zip(large, tiny, strict=True)]
+    # until the first step, and in all
+    for sizes_of in ((lambda rank: rank.built), (lambda rank: max(rank.built, rank.peak))):
+        more = [(sizes_of(rank) - sizes_of(other)) / MIB for rank, other in zip(large, tiny, strict=True)]
         figures += [f"{more[0]:.0f}", f"{max(more[1:]):.0f}" if more[1:] else ""]
     return figures
 
@@ -169,14 +117,16 @@ def main() -> None:
     parser.add_argument("strategies", nargs="*", help="only these")
     parser.add_argument("--depth", type=int, default=14, help="blocks of 7.1 million parameters")
     parser.add_argument("--frozen", action="store_true", help="train the head alone")
-    parser.add_argument("--planned", action="store_true", help="compare with job=plan")
+    parser.add_argument("--planned", action="store_true", help="compare with job=plan, over several networks")
+    parser.add_argument("--networks", default=",".join(NETWORKS), help="with --planned: only these")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="with --planned")
     parser.add_argument("--sequences", action="store_true", help="what is left of a long sequence's activations")
     words = parser.parse_args()
     if words.sequences:
         sequences()
         return
     if words.planned:
-        compare(words.strategies, RUN.format(width=768, depth=words.depth), RUN.format(width=48, depth=4))
+        compare(words.networks.split(","), words.strategies, words.processes)
         return
     everything, cut = sizes(words.depth)
     print(f"P = {everything / 1e6:.1f} million parameters, C = {cut / 1e6:.1f} million in cut layers; MiB a rank\n")
@@ -190,30 +140,6 @@ def main() -> None:
             figures = measured(row.strategy, row.processes, wide, tiny)
             cells = [row.strategy, str(row.processes), arithmetic, f"{held / MIB:.0f}", *figures]
             print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def planned(strategy: str, processes: int, run_words: str) -> tuple[str, float]:
-    """The arguments that job=plan gives this strategy on so many processes, and the MiB that it says a rank holds."""
-    with TemporaryDirectory() as folder:
-        job = f"job=plan job.processes=[{processes}] job.strategies=[{strategy}] run.dir={folder}/run"
-        command = [sys.executable, "-m", "trainer", *run_words.split(), *job.split()]
-        own = {"MEMORY_FIGURES": folder, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
-        subprocess.run(command, env={**os.environ, **own}, check=True, capture_output=True)
-        rows_ = json.loads((Path(folder) / "run/plan/plan.json").read_text())["rows"]
-        row = next(row for row in rows_ if "reshard_after_forward" not in row["words"])
-        return row["words"].removeprefix("strategy="), row["peak"] / MIB
-
-
-def compare(strategies: list[str], large: str, tiny: str) -> None:
-    """Print what is planned and what is measured, of the rank that grew most."""
-    print("| strategy | processes | planned | measured | error |")
-    print("|" + 5 * " --- |", flush=True)
-    for row in rows():
-        if row.strategy in (strategies or [row.strategy]):
-            (words, more), (_, less) = (planned(row.strategy, row.processes, run_words) for run_words in (large, tiny))
-            real = max(float(cell) for cell in measured(words, row.processes, large, tiny)[2:] if cell)
-            error = 100 * (more - less - real) / real
-            print(f"| {words} | {row.processes} | {more - less:.0f} | {real:.0f} | {error:+.1f} % |", flush=True)
 
 
 def sequences() -> None:

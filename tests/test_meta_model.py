@@ -175,7 +175,7 @@ def test_what_no_checkpoint_holds_must_be_built() -> None:
 def test_the_command_line_builds_on_one_rank_and_sends(tmp_path: Path) -> None:
     words = "model=vit_small model.width=768 model.heads=12 model.depth=4 model.patch_size=8 data=synthetic_images"
     words += " data.size=64 data.evaluation_size=0 optimizer.lr=0 loop.global_batch=4 loop.steps=1 seed=5 device=cpu"
-    words += f" strategy=fsdp task._target_=memory.Watched trust=[memory] run.dir={tmp_path / 'run'}"
+    words += f" strategy=fsdp task._target_=memory_runs.Watched trust=[memory_runs] run.dir={tmp_path / 'run'}"
     environment = {"MEMORY_FIGURES": str(tmp_path), "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
     finish(torchrun(2, *words.split()), tmp_path, environment=environment)
 
@@ -188,6 +188,6 @@ def test_the_command_line_builds_on_one_rank_and_sends(tmp_path: Path) -> None:
     checkpoints.read(found, begun)  # after a step of no length
     assert all(torch.equal(begun[name], value) for name, value in own.state_dict().items())
 
-    first, other = [json.loads((tmp_path / str(rank)).read_text())[0] for rank in range(2)]  # bytes, when it stood
+    first, other = [json.loads((tmp_path / str(rank)).read_text())[1] for rank in range(2)]  # bytes, when it stood
     whole = sum(parameter.nbytes for parameter in own.parameters())
     assert first - other > whole / 2  # they all imported the same

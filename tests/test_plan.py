@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,17 +17,21 @@ from torch.profiler import profile
 from tests.commands import TRANSFORMER, finish, single
 from tests.inside import here, product
 from tests.processes import Processes
+from trainer.jobs.plan.devices import DEVICES
 from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, make_network
+from trainer.jobs.plan.ledger import Ledger
+from trainer.jobs.plan.traffic import Traffic
+from trainer.jobs.plan.work import Work
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PLAN = (*TRANSFORMER, "job=plan", "run.dir=run", "log=[]", "device=cpu")
+PLAN = ("job=plan", "run.dir=run", "log=[]", "device=cpu")
 
 
-def plan(place: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def plan(place: Path, *arguments: str, network: Sequence[str] = TRANSFORMER) -> tuple[dict[str, Any], str]:
     """What plan.json says after this command, and what stood on the screen."""
-    screen = finish(single(*PLAN, *arguments), place)
+    screen = finish(single(*network, *PLAN, *arguments), place)
     return json.loads((place / "run/plan/plan.json").read_text()), screen
 
 
@@ -65,13 +70,14 @@ def test_memory_and_bytes_of_every_strategy(tmp_path: Path) -> None:
     assert "not planned cp: VisionTransformer cannot be trained on stretches" in screen
 
 
+DECODER = ("model=gpt_nano", "model.width=32", "model.depth=2", "data=synthetic_tokens", "data.length=64")
 GLOO = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 FEW = 100  # numbers: votes, flags and losses, which the loop sends beside a step
 
 
 def traced(launch: Launch, place: Path, arguments: list[str]) -> dict[str, int]:
     """The bytes that this rank's collectives carry in one step of a run, by kind, as torch's profiler has them."""
-    words = [*TRANSFORMER, *arguments, "loop.steps=4", "profile=[3,3]", "loop.eval_every=null"]
+    words = [*arguments, "loop.steps=4", "profile=[3,3]", "loop.eval_every=null"]
     with patch("trainer.records.profiler.profile", partial(profile, record_shapes=True)):
         assert product(launch, place, words) == 0
     root = next(word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
@@ -87,14 +93,30 @@ def traced(launch: Launch, place: Path, arguments: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_bytes_on_the_wire_are_those_that_the_profiler_sees(processes: Processes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "strategies", "network"),
+    [
+        (2, "ddp,zero1,fsdp,tp,pp", TRANSFORMER),
+        pytest.param(4, "hsdp,ddp_tp,fsdp_tp,ddp_pp,fsdp_pp", TRANSFORMER, marks=pytest.mark.long),
+        pytest.param(4, "cp,ddp_cp,fsdp_cp", DECODER, marks=pytest.mark.long),
+    ],
+)
+def test_bytes_on_the_wire_are_those_that_the_profiler_sees(
+    processes: Processes, tmp_path: Path, size: int, strategies: str, network: tuple[str, ...]
+) -> None:
     batch = "loop.global_batch=8"
-    facts, _ = plan(tmp_path, batch, "job.processes=[2]", "job.strategies=[ddp,zero1,fsdp,tp,pp]")
+    asked = (f"job.processes=[{size}]", f"job.strategies=[{strategies}]", "job.seconds=600")
+    facts, _ = plan(tmp_path, batch, *asked, network=network)
     seen: dict[str, dict[str, int]] = {}
     for row in facts["rows"]:
-        arguments = [*row["words"].split(), batch, f"run.dir=run-{len(seen)}"]
-        seen[row["words"]] = processes.run(2, traced, tmp_path, arguments)[row["rank"]]
-    assert seen == {row["words"]: as_gloo_sends(row) for row in facts["rows"]}
+        arguments = [*network, batch, *row["words"].split(), f"run.dir=run-{len(seen)}"]
+        seen[row["words"]] = processes.run(size, traced, tmp_path, arguments)[row["rank"]]
+    assert {row["strategy"] for row in facts["rows"]} == {*strategies.split(",")}
+    for row in facts["rows"]:
+        planned, real = as_gloo_sends(row), seen[row["words"]]
+        assert planned.keys() == real.keys(), row["words"]
+        # a plan adds up all calls of a kind, also those of few numbers
+        assert all(0 <= planned[op] - real[op] < 4 * FEW for op in real), (row["words"], planned, real)
 
 
 def as_gloo_sends(row: dict[str, Any]) -> dict[str, int]:
@@ -105,6 +127,25 @@ def as_gloo_sends(row: dict[str, Any]) -> dict[str, int]:
         given = each["bytes"] // each["ranks"] if op == "all-gather" else each["bytes"]
         sent[op] += given if given > 4 * FEW * each["calls"] else 0
     return {op: size for op, size in sent.items() if size}
+
+
+def test_kernels_of_a_cpu_take_copies_of_their_own() -> None:
+    peaks = {}
+    for on_cpu in (False, True):
+        mode, traffic = FakeRunMode(), Traffic(1)
+        with mode, ledger_of(mode, traffic, on_cpu) as ledger:
+            layer = nn.Conv2d(64, 64, 3, bias=False).to(memory_format=torch.channels_last)
+            images = torch.empty(1, 64, 8, 8).to(memory_format=torch.channels_last)
+            layer(images).sum().backward()
+        peaks[on_cpu] = ledger.peak().bytes
+    # oneDNN's copies: of the weights' gradient in a layout of its own, and of that once more on the way back
+    weight = 64 * 64 * 9 * 4
+    assert peaks[True] - peaks[False] == 2 * weight
+
+
+def ledger_of(mode: FakeRunMode, traffic: Traffic, on_cpu: bool) -> Ledger:
+    """A ledger of what is computed in this mode on a device that nobody has."""
+    return Ledger(mode, traffic, Work(DEVICES["cpu"]), on_cpu)
 
 
 def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
@@ -181,5 +222,5 @@ def test_refusals(arguments: list[str], message: str) -> None:
 
 
 def test_several_processes_do_not_plan(tmp_path: Path) -> None:
-    screen = finish(single(*PLAN, "processes=2"), tmp_path, code=2)
+    screen = finish(single(*TRANSFORMER, *PLAN, "processes=2"), tmp_path, code=2)
     assert "job=plan: one process plans for all; leave out processes and torchrun" in screen

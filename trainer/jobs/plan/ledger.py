@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from trainer.data.nested_tensors import tensors
+from trainer.jobs.plan.cpu_scratch import collective_scratch, convolution_scratch
 from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, is_propagating
 from trainer.jobs.plan.traffic import Traffic
 from trainer.jobs.plan.work import Work
@@ -42,10 +43,10 @@ class Peak:
 class Ledger(TorchDispatchMode):
     """Sees every operator inside it: the storages it makes, the bytes it sends, what it computes."""
 
-    def __init__(self, mode: FakeRunMode, traffic: Traffic, work: Work) -> None:
+    def __init__(self, mode: FakeRunMode, traffic: Traffic, work: Work, on_cpu: bool) -> None:
         super().__init__()
         self.phase, self.traffic, self.work = "build", traffic, work
-        self._mode = mode
+        self._mode, self._on_cpu = mode, on_cpu
         self._numbers: dict[int, int] = {}  # of storages that are alive: identity → number in order of their making
         self._bytes: dict[int, int] = {}  # of those, by number
         self._kinds: dict[int, str] = {}  # what a storage is for; activations where it is not known
@@ -53,6 +54,7 @@ class Ledger(TorchDispatchMode):
         self._events: list[tuple[int, int, str]] = []  # bytes more or less, number of the storage, moment
         self._names: dict[nn.Module, str] = {}
         self._running = [""]  # modules whose forward is under way, the innermost last
+        self._backward_at = ""  # the module whose output the backward has read last
 
     def label_network(self, network: nn.Module) -> None:
         """Know the modules of a network by their names, and its tensors by what they are."""
@@ -100,23 +102,29 @@ class Ledger(TorchDispatchMode):
             kind = self._kinds.get(number, "activations")
             totals[kind] += size
             if kind == "activations" and size:
-                makers[self._makers[number]] += size
+                makers[self._makers[number] or "outside of modules"] += size
         moment = self._events[at][2] if self._events else ""
         return Peak(most, {kind: totals[kind] for kind in KINDS}, moment, makers.most_common(3))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # they come again as the tensors that they are made of
+        self._note_backward(args)
         out = func(*args, **(kwargs or {}))
         if not is_propagating():
-            collective = self.traffic.record(func, args, out, self.phase)
-            if collective is not None:
-                self.label(collective, "gathered")
+            sent = self.traffic.record(func, args, out, self.phase)
+            if sent is not None:
+                self.label(sent.tensors, "gathered")
             else:
                 self.work.record(func, args, kwargs or {}, out, self.phase)
             for tensor in tensors(out):
                 if is_counted(tensor, self._mode):  # a view's storage is known already, and is not entered again
                     self._storage_number(tensor)
+            if self._on_cpu:  # after the output was entered: both are there before the kernel ends
+                if sent is not None:
+                    self._record_scratch(collective_scratch(sent.op, sent.bytes), "gathered")
+                else:
+                    self._record_scratch(convolution_scratch(func.name(), args, out), "activations")
         return out
 
     def __enter__(self) -> Ledger:
@@ -155,11 +163,23 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = id(storage)  # torch keeps the object as long as the storage lives
         if key not in self._numbers:
-            number = self._numbers[key] = len(self._makers)
-            self._makers[number], self._bytes[number] = self._running[-1], 0
+            number = self._numbers[key] = self._new_number()
             weakref.finalize(storage, self._record_release, key)  # called when the last tensor of it goes
             self._record_change(number, storage.nbytes())
         return self._numbers[key]
+
+    def _new_number(self) -> int:
+        number = len(self._makers)
+        self._makers[number], self._bytes[number] = self._running[-1], 0
+        return number
+
+    def _record_scratch(self, size: int, kind: str) -> None:
+        """A kernel has so many bytes for itself while it runs."""
+        if size:
+            number = self._new_number()
+            self._kinds[number] = kind
+            self._record_change(number, size)
+            self._record_change(number, 0)
 
     def record_size(self, storage: Any) -> None:
         """A storage that is known has been given memory, or has given it back."""
@@ -182,4 +202,16 @@ class Ledger(TorchDispatchMode):
     def _moment(self) -> str:
         if self.phase != "forward and backward":
             return self.phase
-        return "backward" if in_backward() else f"forward of {self._running[-1] or 'the network'}"
+        if not in_backward():
+            return f"forward of {self._running[-1] or 'the network'}"
+        return f"backward, at the output of {self._backward_at or 'the network'}"
+
+    def _note_backward(self, args: Any) -> None:
+        """How far has the backward come? Its operators run in no module's call, but they read what modules made."""
+        if not in_backward():
+            self._backward_at = ""
+        for tensor in tensors(list(args)) if in_backward() else ():
+            # gradients are made in no module, nor are weights
+            if maker := self._makers.get(self._numbers.get(id(tensor.untyped_storage()), -1), ""):
+                self._backward_at = maker
+                return

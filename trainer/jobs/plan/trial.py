@@ -15,7 +15,7 @@ from trainer.data.loader import Batch, TrainLoader
 from trainer.data.nested_tensors import map_tensors, slice_rows
 from trainer.data.sampler import RankSampler
 from trainer.jobs.batch_sizes import BatchSizes
-from trainer.jobs.plan.devices import Device
+from trainer.jobs.plan.devices import DEVICES, Device
 from trainer.jobs.plan.fake_mode import FakeRunMode, make_network, torch_without_values
 from trainer.jobs.plan.forks import run_forked
 from trainer.jobs.plan.ledger import Ledger, Peak
@@ -87,7 +87,7 @@ class StrategyTrial:
     def _run_steps(self, strategy: Strategy, rank: int) -> RankUsage:
         mode, traffic, work = FakeRunMode(), Traffic(self.device.per_machine), Work(self.device)
         traffic.register_groups(strategy.groups())
-        ledger = Ledger(mode, traffic, work)
+        ledger = Ledger(mode, traffic, work, on_cpu=self.device.name == DEVICES["cpu"].name)
         batches = self._read_batches()  # before the mode: data sets and transforms need values
         with mode, torch_without_values(), ledger:
             batches = [_without_values(batch, mode) for batch in batches]
