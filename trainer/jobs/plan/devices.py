@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import log
 
 import torch
 
@@ -14,6 +15,23 @@ GIB = 2**30
 # What programs reach of a data sheet: of products in large matrices, of the memory's bandwidth, of a link's.
 REACHED = {"flops": 0.7, "bandwidth": 0.8, "link": 0.8}
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+Points = Sequence[tuple[float, float]]  # work, seconds
+
+
+def interpolate(points: Points, work: float) -> float:
+    """Seconds of so much work, between measured points (work, seconds), which are in order."""
+    (least, fastest), (most, slowest) = points[0], points[-1]
+    if work <= least:
+        return fastest  # the time that even nothing takes
+    if work >= most:
+        return slowest * work / most
+    # a straight line between the logarithms
+    at = next(index for index, (size, _) in enumerate(points) if size >= work)
+    (low, first), (high, last) = points[at - 1], points[at]
+    part = log(work / low) / log(high / low)
+    return first * (last / first) ** part
 
 
 @dataclass(frozen=True)
@@ -32,14 +50,18 @@ class Device:
     launch_us: float = 5.0  # microseconds that each operator takes at least
     inside_us: float = 10.0  # until a collective inside a machine begins to move data
     between_us: float = 30.0  # the same between machines
+    kernels: Mapping[str, Points] = field(default_factory=dict)  # measured times by kind of operator
+    overhead_s: float = 0.0  # that Python and autograd take for an operator of forward and backward
 
     @property
     def free(self) -> float:
         """Bytes that tensors can have."""
         return (self.memory - self.reserved) * GIB
 
-    def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """How long an operator takes: as long as its products or its bytes take, whichever is longer."""
+    def seconds(self, kind: str, flops: float, moved: float, dtype: torch.dtype, overhead: float = 0.0) -> float:
+        """How long an operator takes: as measured for its kind; else as long as its products or its bytes take."""
+        if points := self.kernels.get(kind):
+            return interpolate(points, flops or moved) + overhead
         rate = dict(self.peaks).get(_DTYPES.get(dtype, "fp32"))
         # of a precision that nobody knows: 10¹², so low that the row looks slow and nobody chooses it by mistake
         peak = rate * 1e12 if rate else peak_flops(self.name, _DTYPES.get(dtype, "fp32")) or 1e12

@@ -1,4 +1,4 @@
-"""What a rank computes in a step, and how long a device needs for it at least: the roofline."""
+"""What a rank computes in a step, and how long a device needs for it: by measured times, else by the roofline."""
 
 from __future__ import annotations
 
@@ -6,14 +6,33 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from trainer.data.nested_tensors import tensors
 from trainer.jobs.plan.devices import Device
 
+# What no kernel computes: questions about tensors, views under another name, memory that nobody fills.
+_FREE = ("prim::", "profiler::", "aten::_unsafe_view", "aten::empty", "aten::as_strided", "aten::detach", "aten::new_empty")
+# By the beginning of an operator's name, the kind of operator that was measured; the first one that fits counts.
+_KINDS = {
+    "convolution": "conv",
+    "_scaled_dot_product": "attention",
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm"), "mm"),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm", "cudnn_batch_norm", "batch_norm"), "batch norm"),
+    **dict.fromkeys(("native_group_norm",), "group norm"),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "layer norm"),
+    **dict.fromkeys(("_softmax", "_log_softmax", "nll_loss"), "softmax"),
+    **dict.fromkeys(("sum", "mean", "amax", "linalg_vector_norm", "_foreach_norm"), "sum"),
+    **dict.fromkeys(("gelu", "silu", "sigmoid", "tanh", "exp", "erf", "hardswish", "mish"), "gelu"),
+    **dict.fromkeys(("max_pool", "avg_pool", "_adaptive_avg_pool", "adaptive", "upsample"), "pool"),
+    **dict.fromkeys(("clone", "cat", "stack", "copy_", "_to_copy", "embedding", "index", "gather"), "copy"),
+    "_fused_": "optimizer",
+}
+
 
 class Work:
-    """The operations, the bytes that pass through a device's memory, and the seconds of a step."""
+    """The operations and the seconds of a step."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -29,13 +48,35 @@ class Work:
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, phase: str) -> None:
         """Add an operator up."""
-        if func.is_view:
+        if func.is_view or func.name().startswith(_FREE):
             return
         # every input is read and every result written once, as if no cache kept anything between operators
         touched = [*tensors((list(args), kwargs)), *tensors(out)]
+        if not touched:
+            return
         # matrix products, convolutions and attention have a formula; all else counts by its bytes alone
         formula = flop_registry.get(func.overloadpacket)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
-        dtype = touched[0].dtype if touched else torch.float32
+        moved = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in touched}.values())
+        # one that takes a list of tensors is a kernel for each of them, one after another
+        calls = len(args[0]) if args and isinstance(args[0], list | tuple) and not flops else 1
         self._flops += flops
-        self._seconds[phase] += self._device.seconds(flops, sum(tensor.nbytes for tensor in touched), dtype)
+        kind = operator_kind(func, args)
+        in_step = phase == "forward and backward"
+        self._seconds[phase] += calls * self._device.seconds(
+            kind, flops / calls, moved / calls, touched[0].dtype, self._device.overhead_s if in_step else 0.0
+        )
+
+
+def operator_kind(func: Any, args: Any) -> str:
+    """The kind of operator that the doctor measures to which this one belongs."""
+    name = func.name().partition("::")[2].partition(".")[0]
+    backward = " backward" if "backward" in name else ""
+    kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), "")
+    if kind == "conv":
+        weight = args[2] if backward else args[1]  # (out, in / groups, …)
+        groups = args[9] if backward else args[8]
+        kind = "conv grouped" if groups > 1 else "conv 1x1" if weight.shape[2:].numel() == 1 else "conv"
+    if not kind:
+        return "in place" if name.endswith("_") else "elementwise"
+    return kind + (backward if kind not in ("mm", "softmax", "sum", "pool", "copy", "optimizer") else "")
