@@ -116,8 +116,11 @@ def test_peaks_are_those_of_data_sheets() -> None:
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
         ("NVIDIA H200", "bf16", 989.4),
         ("NVIDIA L4", "bf16", 121),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla V100-SXM2-32GB", "bf16", 15.7),
     ):
         assert peak_flops(name, arithmetic) == pytest.approx(tera * 1e12)
     assert peak_flops("NVIDIA GeForce GT 710", "fp32") is None
     assert peak_flops("NVIDIA A10G", "bf16") is None  # no A10
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None  # a part of one
+    assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16") is None  # another chip

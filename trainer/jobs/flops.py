@@ -21,34 +21,38 @@ from trainer.parallel.pipeline.fake_forward import fake_tensors
 from trainer.records.sinks import Log
 from trainer.strategies.step_timing import NoUtilization, Utilization
 
-# Dense matrix products, without sparsity, in 10¹² operations a second: in bf16 and fp16, TF32, fp32, fp64. Where a name
-# fits several lines, the first one counts; a number that no data sheet gives is missing. MI250X: of each half, which is
-# a device to torch.
+# Dense matrix products, without sparsity, in 10¹² operations a second: in bf16, fp16, TF32, fp32, fp64. Where a name
+# fits several lines, the first one counts; a number that no data sheet gives is missing. V100 and T4 have no units for
+# bf16: as fp32. MI250X: of each half, which is a device to torch.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
-    "B200": (2250, None, None, None),
-    "GH200": (989.4, 494.7, 66.9, 66.9),
-    "H200 NVL": (835.5, 417.7, 60, 60),
-    "H200": (989.4, 494.7, 66.9, 66.9),
-    "H100 NVL": (835.5, 417.7, 60, 60),
-    "H100 PCIe": (756, 378, 51, 51),
-    "H100": (989.4, 494.7, 66.9, 66.9),
-    "A100": (312, 156, 19.5, 19.5),
-    "A30": (165, 82, 10.3, 10.3),
-    "A10": (125, 62.5, 31.2, None),
-    "L40S": (362, 183, 91.6, None),
-    "L40": (181, 90.5, 90.5, None),
-    "L4": (121, 60, 30.3, None),
-    "MI300X": (1307.4, 653.7, 163.4, 163.4),
-    "MI250X": (191.5, None, 47.9, 47.9),
+    "B200": (2250, 2250, 1125, 75, 37),
+    "GH200": (989.4, 989.4, 494.7, 66.9, 66.9),
+    "H200 NVL": (835.5, 835.5, 417.7, 60, 60),
+    "H200": (989.4, 989.4, 494.7, 66.9, 66.9),
+    "H100 NVL": (835.5, 835.5, 417.7, 60, 60),
+    "H100 PCIe": (756, 756, 378, 51, 51),
+    "H100": (989.4, 989.4, 494.7, 66.9, 66.9),
+    "A100": (312, 312, 156, 19.5, 19.5),
+    "A30": (165, 165, 82, 10.3, 10.3),
+    "A10": (125, 125, 62.5, 31.2, None),
+    "L40S": (362, 362, 183, 91.6, None),
+    "L40": (181, 181, 90.5, 90.5, None),
+    "L4": (121, 121, 60, 30.3, 0.47),
+    "RTX 4090": (165.2, 165.2, 82.6, 82.6, 1.3),
+    "V100": (15.7, 125, None, 15.7, 7.8),
+    "T4": (8.1, 65, None, 8.1, 0.25),
+    "MI300X": (1307.4, 1307.4, 653.7, 163.4, 163.4),
+    "MI250X": (191.5, 191.5, None, 47.9, 47.9),
 }
-_COLUMNS = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2, "fp64": 3}
+_COLUMNS = {"bf16": 0, "fp16": 1, "tf32": 2, "fp32": 3, "fp64": 4}
 
 
 def peak_flops(name: str, arithmetic: str) -> float | None:
     """Operations a second of the device of this name in bf16, fp16, tf32, fp32 or fp64; None: they are not known."""
     name_words = set(name.replace("-", " ").split())
     for known, peaks in _PEAKS.items():
-        if set(known.split()) <= name_words and "MIG" not in name_words:  # of a part of a device no data sheet tells
+        # of a part of a device no data sheet tells; a laptop's has the name of a larger one
+        if set(known.split()) <= name_words and not name_words & {"MIG", "Laptop"}:
             peak = peaks[_COLUMNS[arithmetic]]
             return peak and peak * 1e12
     return None

@@ -13,9 +13,10 @@ from time import monotonic
 from typing import Any
 
 from trainer.jobs.doctor.clock_offset import judge_offsets, measure_offsets
-from trainer.jobs.doctor.collectives import OPS, make_groups, plan_groups, time_collectives
+from trainer.jobs.doctor.collectives import OPS, collective_points, make_groups, plan_groups, time_collectives
 from trainer.jobs.doctor.findings import ExaminedRanks
 from trainer.jobs.doctor.host_facts import collect_host_facts, is_crowded, judge_facts, machine_and_network
+from trainer.jobs.doctor.kernel_times import measure_kernels
 from trainer.jobs.doctor.links import Expectations, judge_links, pair_rounds, remeasure_slow_links, time_links
 from trainer.jobs.doctor.report import (
     FILE,
@@ -105,8 +106,9 @@ class Doctor:
         findings += judge_collectives(times, last)
         rates = site.world.all_gather_values(measure_rates(site, work))  # all ranks; a few numbers each
         findings += judge_rates(site, [each.device for each in facts], rates)
+        kernels = measure_kernels(site, facts[0].processors, collective_points(times, "all_reduce", "all"))
         took = monotonic() - began
-        return Examination(site, facts, reports, offsets, rates, links, groups, times, findings, took), last
+        return Examination(site, facts, reports, offsets, rates, kernels, links, groups, times, findings, took), last
 
 
 def make_scratch(folder: Path) -> str:

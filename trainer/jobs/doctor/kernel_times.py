@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -10,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.jobs.doctor.findings import ExaminedRanks
+from trainer.jobs.doctor.reference_step import StepFactors, measure_factors
+from trainer.jobs.plan.devices import Points
 
 _AT = torch.ops.aten
 _SECONDS = 0.02  # for one operator of one size
-_FEWEST, _MOST = 2, 200  # repetitions, after a first one
-_LAYERS = 8  # of the tiny network that shows what Python and autograd take
-_ITS_OPERATORS = 8  # of one of these layers: 3 of the forward, 5 of the backward
-
-Points = list[tuple[float, float]]  # operations, or bytes that are read and written; seconds
+_FEWEST, _MOST = 4, 200  # repetitions, after a first one
 
 
 class Kernel(NamedTuple):
@@ -37,7 +38,7 @@ def kernels(device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
 
     for n in (8, 64, 256, 512 * (4 if wide > 1 else 1)):
         left, right = make(n, n), make(n, n)
-        yield Kernel("mm", 2 * n**3, lambda left=left, right=right: left @ right)
+        yield Kernel("mm", 2 * n**3, partial(torch.mm, left, right))
     # images (B, C, H, W) as networks have them: fewer channels where they are large
     for batch, channels, side in ((1, 16, 8), (4, 32, 16), (8 * wide, 64, 32), (8 * wide, 256, 8)):
         yield from _convolutions(make, batch, channels, side)
@@ -91,9 +92,7 @@ def _image_operators(make: Callable[..., Tensor], batch: int, channels: int, sid
         ),
     )
     pooled, places = _AT.max_pool2d_with_indices(x, [2, 2], [2, 2])
-    yield Kernel(
-        "pool", size + pooled.nbytes + places.nbytes, lambda: _AT.max_pool2d_with_indices(x, [2, 2], [2, 2])
-    )
+    yield Kernel("pool", size + pooled.nbytes + places.nbytes, lambda: _AT.max_pool2d_with_indices(x, [2, 2], [2, 2]))
 
 
 def _attention(make: Callable[..., Tensor], heads: int, tokens: int) -> Iterator[Kernel]:
@@ -113,9 +112,7 @@ def _row_operators(make: Callable[..., Tensor], rows: int) -> Iterator[Kernel]:
     yield Kernel(
         "layer norm backward",
         3 * x.nbytes,
-        lambda: _AT.native_layer_norm_backward(
-            x, x, [256], statistics, statistics, weight, weight, [True, True, True]
-        ),
+        lambda: _AT.native_layer_norm_backward(x, x, [256], statistics, statistics, weight, weight, [True, True, True]),
     )
     yield Kernel("softmax", 2 * x.nbytes, lambda: _AT._log_softmax(x, 1, False))
     yield Kernel("sum", x.nbytes, lambda: x.sum(0, keepdim=True))
@@ -131,20 +128,65 @@ def _elementwise_operators(make: Callable[..., Tensor], numbers: int) -> Iterato
     yield Kernel("gelu", 2 * size, lambda: nn.functional.gelu(x))
     yield Kernel("gelu backward", 3 * size, lambda: _AT.gelu_backward(x, y))
     step = torch.ones((), device=x.device)
-    state = [[each] for each in (x, y, y.clone(), y.clone())]  # parameter, gradient, two moments
+    # parameter, gradient, two moments, no maximum of them, the number of the step
+    state = ([x], [y], [y.clone()], [y.clone()], [], [step])
     keys = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
-    yield Kernel(
-        "optimizer", 4 * size, lambda: torch._fused_adamw_(*state, [], [step], maximize=False, **keys)
-    )
+    yield Kernel("optimizer", 4 * size, partial(_AT._fused_adamw_, *state, **keys, maximize=False))
 
 
-def measure_kernels(site: ExaminedRanks, dtype: torch.dtype) -> dict[str, Points]:
-    """Collective: each kind of operator's points. All ranks measure at the same time; rank 0's times count."""
+def measure_kernels(site: ExaminedRanks, processors: int, sums: Points) -> list[dict[str, Any]]:
+    """Collective: the times of all kinds of operators, while all ranks of a machine compute, and while one does.
+
+    processors: of a machine. One rank alone has all of them, as in a run of one process. sums: an all-reduce over all
+    ranks, (bytes, seconds).
+    """
+    together = site.machines.count(site.machines[0])
+    entries = [_measure(site, together, torch.get_num_threads(), sums, is_mine=True)]
+    if together > 1 and site.device.type == "cpu":
+        # the first rank of each machine computes, the others wait
+        alone = _measure(site, 1, processors, [], is_mine=site.world.rank in site.first_ranks())
+        # threads that wait for a processor that another program has: never slower than with a part of the processors
+        for kind, points in alone["seconds"].items():
+            with_part = [seconds for _, seconds in entries[0]["seconds"][kind]]
+            alone["seconds"][kind] = [
+                (work, min(seconds, most)) for (work, seconds), most in zip(points, with_part, strict=True)
+            ]
+        entries.append(alone)
+    return entries
+
+
+def _measure(site: ExaminedRanks, ranks: int, threads: int, sums: Points, is_mine: bool) -> dict[str, Any]:
+    """Collective: what plans need to know of operators, where so many ranks of a machine measure at the same time."""
+    dtype = torch.float32 if site.device.type == "cpu" else torch.bfloat16
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     site.begin()
-    points: dict[str, Points] = {}
+    measured: list[float] = []
+    labels: list[tuple[str, float]] = []
     for kernel in kernels(site.device, dtype):
-        points.setdefault(kernel.kind, []).append((float(kernel.work), _best_seconds(kernel.call, site)))
-    return {kind: sorted(each) for kind, each in points.items()}
+        labels.append((kernel.kind, float(kernel.work)))
+        measured.append(_best_seconds(kernel.call, site) if is_mine else 0.0)
+        site.progress += 1
+    # a run is as fast as its slowest rank
+    seconds = site.slowest(measured)
+    # several shapes of as much work count by their mean
+    same: dict[tuple[str, float], list[float]] = {}
+    for label, took in zip(labels, seconds, strict=True):
+        same.setdefault(label, []).append(took)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for (kind, work), times in same.items():
+        points.setdefault(kind, []).append((work, fmean(times)))
+    points = {kind: sorted(each) for kind, each in points.items()}
+    factors = measure_factors(site, points, sums, is_mine, is_together=bool(sums))
+    torch.set_num_threads(before)
+    overhead, compute, collectives = site.slowest([factors.overhead_s, factors.compute, factors.collectives])
+    return {
+        "ranks": ranks,
+        "threads": threads,
+        "dtype": str(dtype).removeprefix("torch."),
+        **asdict(StepFactors(overhead, compute, collectives)),
+        "seconds": points,
+    }
 
 
 def _best_seconds(call: Callable[[], Any], site: ExaminedRanks) -> float:
@@ -160,13 +202,3 @@ def _best_seconds(call: Callable[[], Any], site: ExaminedRanks) -> float:
         times.append(perf_counter() - began)
         spent += times[-1]
     return min(times)
-
-
-def measure_overhead(site: ExaminedRanks, points: Mapping[str, Points]) -> float:
-    """Seconds that Python and autograd take for each operator of a training step, beside the operator itself."""
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(_LAYERS)]
-    network = nn.Sequential(*layers).to(site.device)
-    x = torch.ones(8, 8, device=site.device)  # (B, C)
-    whole = _best_seconds(lambda: network(x).sum().backward(), site)
-    smallest = min(seconds for each in points.values() for _, seconds in each[:1])
-    return max(0.0, whole / (_LAYERS * _ITS_OPERATORS) - smallest)

@@ -34,6 +34,7 @@ class Examination:
     folder: list[FolderReport]
     offsets: list[float]  # seconds, of each rank's clock
     work: list[dict[str, Any]]  # of each rank: what it computes and copies in a second
+    kernels: list[dict[str, Any]]  # times of operators
     links: list[Link]
     groups: Mapping[str, list[list[int]]]
     collectives: list[CollectiveTime]
@@ -126,6 +127,7 @@ def report_data(examination: Examination, last: Baseline, baseline: Mapping[str,
         "groups": dict(e.groups),
         "collectives": rows,
         "fits": _fits(rows),
+        "kernels": e.kernels,
         "links": [
             {"from": link.sender, "to": link.receiver, "latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
             for link in e.links

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from trainer.jobs.plan.choice import Choice, choose_row
-from trainer.jobs.plan.devices import Device, find_device
+from trainer.jobs.plan.devices import Device, find_device, with_keys
+from trainer.jobs.plan.measured_device import DoctorFile, describe_doctor, measured_device, read_doctor_file
+from trainer.jobs.plan.plot import plot_plan
 from trainer.jobs.plan.report import Row, advise, format_plan_table, row_facts
 from trainer.jobs.plan.search import PlanSearch
 from trainer.jobs.preparation import read_data_sets
@@ -25,6 +27,7 @@ from trainer.records.run_folder import choose_path
 from trainer.strategies.candidates import Candidate, candidates
 
 SPARE_MEMORY = 0.2  # of a device's memory, which the chosen strategy leaves for what is not counted
+SPARE_AFTER_DOCTOR = 0.1  # where the memory was measured
 OWN = "own"  # the strategy that the command line names, as it is
 
 
@@ -38,7 +41,9 @@ class PlanJob(Job):
         strategies: Sequence[str] | None = None,
         seconds: float = 60,
         spare: float | None = None,
+        doctor: str | bool | None = None,
         memory: float | None = None,
+        flops: float | None = None,
         bandwidth: float | None = None,
         inside: float | None = None,
         between: float | None = None,
@@ -49,9 +54,10 @@ class PlanJob(Job):
         if spare is not None and not 0 <= spare < 1:
             raise Refusal(f"job.spare={spare}: a part of the memory, at least 0 and below 1: job.spare=0.2")
         self.counts, self.names, self.seconds = sorted({*processes}), strategies, seconds
-        self.spare = SPARE_MEMORY if spare is None else spare
-        keys = {"memory": memory, "bandwidth": bandwidth, "inside": inside, "between": between}
-        self.device = find_device(device, {**keys, "per_machine": per_machine})
+        self.spare, self.doctor = spare, doctor
+        keys = {"memory": memory, "flops": flops, "bandwidth": bandwidth, "inside": inside, "between": between}
+        self.keys = {**keys, "per_machine": per_machine}
+        self.device = find_device(device, self.keys)
 
     def __call__(self, parts: RunParts) -> int:
         """Plan for each number of processes; the exit code. Refusal where nothing can be planned."""
@@ -62,20 +68,34 @@ class PlanJob(Job):
         out = plan_folder(parts)
         torch.set_num_threads(1)  # a process that has started threads cannot be copied safely
         training, _ = read_data_sets(parts)
+        doctor = read_doctor_file(self.doctor, expand_home(parts.settings.run.root), self.device)
+        if doctor is not None:
+            print(f"measured    {describe_doctor(doctor)}")
+        spare = self.spare if self.spare is not None else SPARE_AFTER_DOCTOR if doctor else SPARE_MEMORY
         rows: list[Row] = []
         refused: dict[str, str] = {}
+        device = self.device
         for count in self.counts:
-            search = PlanSearch(parts, training, self.device, self.spare, monotonic() + self.seconds)
+            device = self._measured(doctor, count)
+            search = PlanSearch(parts, training, device, spare, monotonic() + self.seconds)
             planned = search.run(list(self._candidates(parts, count)), count)
             rows += planned
             refused = search.refused
-            print("\n".join(format_plan_table(planned, search.refused, self.device)), flush=True)
-        facts = plan_facts(rows, self.counts[-1], self.device, self.spare) | {"refused": refused}
-        for line in advise(rows, facts, self.device):
+            print("\n".join(format_plan_table(planned, search.refused, device)), flush=True)
+        facts = plan_facts(rows, self.counts[-1], device, spare)
+        facts |= {"refused": refused, "doctor": str(doctor.path) if doctor else None}
+        for line in advise(rows, facts, device):
             print(line)
         replace_file(out / "plan.json", json.dumps(facts, indent=1) + "\n")
         print(f"written     {out / 'plan.json'}")
+        if rows:
+            plot_plan(facts["rows"], device.name, device.free).save(out / "plan.png")
+            print(f"written     {out / 'plan.png'}")
         return 0
+
+    def _measured(self, doctor: DoctorFile | None, count: int) -> Device:
+        """The device of a plan for so many processes; what keys say goes before what was measured."""
+        return with_keys(measured_device(self.device, doctor, count), self.keys) if doctor else self.device
 
     def _candidates(self, parts: RunParts, count: int) -> Iterator[Candidate]:
         """The strategies that are asked for, on a machine where nobody else is."""
@@ -114,7 +134,6 @@ def plan_facts(rows: Sequence[Row], processes: int, device: Device, spare: float
         "device": device.name,
         "free": device.free,
         "spare": spare,
-        "doctor": None,
         "rows": every,
         "chosen": chosen.row["words"] if chosen else None,
         "second": chosen.second["words"] if chosen and chosen.second else None,

@@ -93,15 +93,20 @@ def _seconds(usage: RankUsage, batches: BatchSizes, device: Device) -> tuple[flo
     """How long a rank computes in a step, and how long it waits."""
     compute = sum(usage.seconds.values())
     # seconds of each kind of collective, as if nothing else used the link
-    took = {each: device.send_seconds(each.wire, each.calls, each.between) for each in usage.collectives}
+    took = {each: _send_seconds(each, device) for each in usage.collectives}
     waiting = sum(seconds for each, seconds in took.items() if each.waits)
     # what travels beside forward and backward is waited for only as far as it takes longer than they do
     beside = sum(seconds for each, seconds in took.items() if not each.waits)
-    waiting += max(0.0, beside - usage.seconds.get("forward and backward", 0.0))
+    # processors that send cannot compute meanwhile
+    waiting += beside if device.is_host else max(0.0, beside - usage.seconds.get("forward and backward", 0.0))
     # a pipeline's bubble: of P stages each is idle for P - 1 micro-batches
     stages = max((each.ranks for each in usage.collectives if each.op in ("send", "receive")), default=1)
     waiting += usage.seconds.get("forward and backward", 0.0) * (stages - 1) / batches.micro_batches
     return compute, waiting
+
+
+def _send_seconds(each: Collective, device: Device) -> float:
+    return device.send_seconds(each.op, each.ranks, each.between, each.calls, each.bytes, each.wire)
 
 
 def row_facts(row: Row) -> dict[str, Any]:

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from trainer.data.nested_tensors import tensors
 from trainer.jobs.plan.devices import Device
 
 # What no kernel computes: questions about tensors, views under another name, memory that nobody fills.
-_FREE = ("prim::", "profiler::", "aten::_unsafe_view", "aten::empty", "aten::as_strided", "aten::detach", "aten::new_empty")
+_FREE = (
+    "prim::",
+    "profiler::",
+    "aten::_unsafe_view",
+    "aten::empty",
+    "aten::as_strided",
+    "aten::detach",
+    "aten::new_empty",
+)
+_COPIES = (
+    *("clone", "cat", "stack", "copy_", "_to_copy", "embedding", "index", "gather"),
+    *("split_with_sizes_copy", "all_gather_copy_in", "chunk_cat", "_chunk_cat", "_foreach_copy_"),  # of FSDP
+)
 # By the beginning of an operator's name, the kind of operator that was measured; the first one that fits counts.
 _KINDS = {
     "convolution": "conv",
@@ -26,7 +36,7 @@ _KINDS = {
     **dict.fromkeys(("sum", "mean", "amax", "linalg_vector_norm", "_foreach_norm"), "sum"),
     **dict.fromkeys(("gelu", "silu", "sigmoid", "tanh", "exp", "erf", "hardswish", "mish"), "gelu"),
     **dict.fromkeys(("max_pool", "avg_pool", "_adaptive_avg_pool", "adaptive", "upsample"), "pool"),
-    **dict.fromkeys(("clone", "cat", "stack", "copy_", "_to_copy", "embedding", "index", "gather"), "copy"),
+    **dict.fromkeys(_COPIES, "copy"),
     "_fused_": "optimizer",
 }
 
@@ -36,7 +46,7 @@ class Work:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._flops = 0.0
+        self._flops, self.operators = 0.0, 0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
 
     def take(self) -> tuple[float, dict[str, float]]:
@@ -59,13 +69,10 @@ class Work:
         flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
         moved = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in touched}.values())
         # one that takes a list of tensors is a kernel for each of them, one after another
-        calls = len(args[0]) if args and isinstance(args[0], list | tuple) and not flops else 1
-        self._flops += flops
+        calls = max(1, len(args[0])) if args and isinstance(args[0], list | tuple) and not flops else 1
+        self._flops, self.operators = self._flops + flops, self.operators + calls
         kind = operator_kind(func, args)
-        in_step = phase == "forward and backward"
-        self._seconds[phase] += calls * self._device.seconds(
-            kind, flops / calls, moved / calls, touched[0].dtype, self._device.overhead_s if in_step else 0.0
-        )
+        self._seconds[phase] += calls * self._device.seconds(kind, flops / calls, moved / calls, touched[0].dtype)
 
 
 def operator_kind(func: Any, args: Any) -> str:
