@@ -10,10 +10,13 @@ quartile of its steps: a quarter of them were quicker, because other programs ta
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 COMMON = "log=[] device=cpu precision=fp32 schedule=constant loop.eval_every=null loop.save_every=null loop.log_every=1"

@@ -82,6 +82,8 @@ def test_the_command_measures_all_on_four_ranks_whatever_the_model_and_the_data_
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2, 3]
     assert all(rank["descriptors"] > 0 and rank["flops"] > 0 and rank["versions"]["python"] for rank in data["ranks"])
     assert [each["rank"] for each in data["folder"]] == [0, 1]
+    assert data["kernels"]["ranks"] == 4
+    assert all(seconds > 0 for points in data["kernels"]["seconds"].values() for _, seconds in points)
     assert all(op in screen for op in OPS)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["doctor.json"]
 

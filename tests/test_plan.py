@@ -1,6 +1,8 @@
 """The job `plan`: memory, bytes on the wire and time of every strategy, without the devices."""
 
 import json
+import platform
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -17,9 +19,10 @@ from torch.profiler import profile
 from tests.commands import TRANSFORMER, finish, single
 from tests.inside import here, product
 from tests.processes import Processes
-from trainer.jobs.plan.devices import DEVICES
+from trainer.jobs.plan.devices import DEVICES, find_device, interpolate
 from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, make_network
 from trainer.jobs.plan.ledger import Ledger
+from trainer.jobs.plan.measured_device import read_doctor_file
 from trainer.jobs.plan.traffic import Traffic
 from trainer.jobs.plan.work import Work
 from trainer.launch.rendezvous import Launch
@@ -184,6 +187,7 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     facts, screen = plan(tmp_path, "job.processes=[1]", "job.memory=0.501")
     assert not facts["rows"][0]["fits"]
     assert facts["chosen"] is None
+    assert (tmp_path / "run/plan/plan.png").read_bytes().startswith(b"\x89PNG")
     # what makes it fit was tried
     assert "MiB too many; with loop.micro_batch=8 it fits" in screen
     assert facts["rows"][0]["advice"].startswith("with loop.micro_batch=8 it fits (1 MiB)")
@@ -207,9 +211,66 @@ def test_weights_that_a_module_keeps_weak_references_to_are_planned(tmp_path: Pa
     assert {row["strategy"] for row in rows} == {"ddp", "fsdp"}
 
 
+def doctor_file(place: Path, **changes: Any) -> None:
+    """What a doctor of this machine may have written: every operator takes a millisecond, every collective ten."""
+    points = {kind: [[1, 1e-3], [1e15, 1e-3]] for kind in ("mm", "elementwise", "copy", "sum")}
+    kernels = {"ranks": 1, "threads": 1, "dtype": "float32", "overhead_s": 0.0, "compute": 1.0, "collectives": 1.0}
+    rank = {"host": socket.gethostname(), "device": platform.machine(), "processors": 4, "free": 4 * 2**30}
+    sums = [{"op": "all_reduce", "bytes": size, "group": "all", "ranks": 2, "seconds": 0.01} for size in (1, 10**9)]
+    content = {
+        "ok": True,
+        "time": 0.0,
+        "ranks": [rank | {"memory_bytes_per_s": 1e10}],
+        "kernels": kernels | {"seconds": points},
+        "collectives": sums,
+        "links": [],
+    }
+    (place / "doctor.json").write_text(json.dumps(content | changes))
+
+
+def test_a_doctors_file_of_this_machine_is_used(tmp_path: Path) -> None:
+    doctor_file(tmp_path)
+    command = ("run.root=.", "job.processes=[2]", "job.strategies=[ddp]")
+    facts, screen = plan(tmp_path, *command)
+    assert facts["doctor"] == "doctor.json"
+    assert facts["spare"] == 0.1
+    assert facts["free"] == pytest.approx(1.5 * 2**30)  # the two share what is free, and half a GiB of each is kept
+    assert "measured    by job=doctor of 1970-01-01" in screen
+    (ddp,) = facts["rows"]
+    # processors that send do not compute: each of the collectives counts
+    assert ddp["waiting_s"] == pytest.approx(0.01 * sum(each["calls"] for each in ddp["collectives"]))
+    assert ddp["compute_s"] > 0.02  # two threads each, where one was measured
+    # of another machine, only who names it
+    doctor_file(tmp_path, ranks=[{"host": "elsewhere", "device": platform.machine(), "processors": 4, "free": 2**33}])
+    assert read_doctor_file(None, tmp_path, DEVICES["cpu"]) is None
+    assert read_doctor_file(str(tmp_path / "doctor.json"), tmp_path, DEVICES["cpu"]) is not None
+    with pytest.raises(Refusal, match=r"doctor\.json is about .* and job\.device about H100"):
+        read_doctor_file(str(tmp_path / "doctor.json"), tmp_path, DEVICES["h100"])
+
+
+def test_every_device_has_a_speed_in_every_precision() -> None:
+    for device in DEVICES.values():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            # a product of 10¹² operations; no data sheet's device takes a second for it in fp32
+            assert device.seconds("mm", 1e12, 0, dtype) < (60 if device.is_host else 10)
+    keys = {"memory": 48.0, "flops": 100.0, "bandwidth": 1000.0, "inside": 50.0, "between": 10.0, "per_machine": 4}
+    mine = find_device("own", keys)
+    assert mine.seconds("mm", 1e14, 0, torch.bfloat16) == pytest.approx(1 / 0.7, rel=1e-3)
+    assert (mine.memory, mine.per_machine) == (48, 4)
+
+
+def test_times_between_measured_points() -> None:
+    points = [(10.0, 1.0), (1000.0, 10.0)]
+    assert interpolate(points, 1) == 1
+    assert interpolate(points, 100) == pytest.approx(10**0.5)
+    assert interpolate(points, 2000) == 20
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["job.device=own", "job.memory=8"], "job.device=own has no data sheet: give job.flops=… job.bandwidth=…"),
+        (["job.doctor=nowhere.json"], "job.doctor=nowhere.json: no doctor.json of this version"),
         (["job.device=h1000"], "job.device=h1000: no such device is known; did you mean 'h100'"),
         (["job.processes=[0]"], "job.processes: numbers of processes, 1 or more"),
         (["job.memory=-1"], "job.memory=-1.0: it must be more than 0"),

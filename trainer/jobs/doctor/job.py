@@ -44,6 +44,7 @@ from trainer.strategies.machine import Machine
 
 _JOIN = timedelta(seconds=120)  # in which all ranks must have connected; and of each collective
 _HANG = 30.0  # seconds in which each measurement gets further
+_OPERATOR = 1 / 1000  # of the time for collectives, for each operator and size
 _PARTS = BLOCKS - 2  # of the collectives, with a block of the ranks' own work after each
 
 
@@ -106,7 +107,8 @@ class Doctor:
         findings += judge_collectives(times, last)
         rates = site.world.all_gather_values(measure_rates(site, work))  # all ranks; a few numbers each
         findings += judge_rates(site, [each.device for each in facts], rates)
-        kernels = measure_kernels(site, facts[0].processors, collective_points(times, "all_reduce", "all"))
+        sums = collective_points(times, "all_reduce", "all")
+        kernels = measure_kernels(site, sums, self.seconds * _OPERATOR)
         took = monotonic() - began
         return Examination(site, facts, reports, offsets, rates, kernels, links, groups, times, findings, took), last
 

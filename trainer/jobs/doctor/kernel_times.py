@@ -17,8 +17,7 @@ from trainer.jobs.doctor.reference_step import StepFactors, measure_factors
 from trainer.jobs.plan.devices import Points
 
 _AT = torch.ops.aten
-_SECONDS = 0.02  # for one operator of one size
-_FEWEST, _MOST = 4, 200  # repetitions, after a first one
+_FEWEST, _MOST = 3, 200  # repetitions, after a first one
 
 
 class Kernel(NamedTuple):
@@ -27,6 +26,7 @@ class Kernel(NamedTuple):
     kind: str
     work: float  # operations of products, of all others the bytes that are read and written
     call: Callable[[], Any]
+    calls: int = 1  # on tensors of this size that are done at once
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
@@ -114,7 +114,7 @@ def _row_operators(make: Callable[..., Tensor], rows: int) -> Iterator[Kernel]:
         3 * x.nbytes,
         lambda: _AT.native_layer_norm_backward(x, x, [256], statistics, statistics, weight, weight, [True, True, True]),
     )
-    yield Kernel("softmax", 2 * x.nbytes, lambda: _AT._log_softmax(x, 1, False))
+    yield Kernel("softmax", 2 * x.nbytes, lambda: torch.log_softmax(x, 1))
     yield Kernel("sum", x.nbytes, lambda: x.sum(0, keepdim=True))
 
 
@@ -127,75 +127,52 @@ def _elementwise_operators(make: Callable[..., Tensor], numbers: int) -> Iterato
     yield Kernel("copy", 2 * size, lambda: grid.clone(memory_format=torch.contiguous_format))
     yield Kernel("gelu", 2 * size, lambda: nn.functional.gelu(x))
     yield Kernel("gelu backward", 3 * size, lambda: _AT.gelu_backward(x, y))
-    step = torch.ones((), device=x.device)
-    # parameter, gradient, two moments, no maximum of them, the number of the step
-    state = ([x], [y], [y.clone()], [y.clone()], [], [step])
-    keys = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
-    yield Kernel("optimizer", 4 * size, partial(_AT._fused_adamw_, *state, **keys, maximize=False))
+    # of small parameters many are updated by one call
+    parameters = [nn.Parameter(x.clone()) for _ in range(16 if numbers <= 2**14 else 1)]
+    for parameter in parameters:
+        parameter.grad = y
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
+    yield Kernel("optimizer", 4 * size, optimizer.step, len(parameters))
 
 
-def measure_kernels(site: ExaminedRanks, processors: int, sums: Points) -> list[dict[str, Any]]:
-    """Collective: the times of all kinds of operators, while all ranks of a machine compute, and while one does.
+def measure_kernels(site: ExaminedRanks, sums: Points, patience: float) -> dict[str, Any]:
+    """Collective: what plans need to know of operators, measured while all ranks compute.
 
-    processors: of a machine. One rank alone has all of them, as in a run of one process. sums: an all-reduce over all
-    ranks, (bytes, seconds).
+    sums: an all-reduce over all ranks, (bytes, seconds). patience: seconds for one operator of one size.
     """
-    together = site.machines.count(site.machines[0])
-    entries = [_measure(site, together, torch.get_num_threads(), sums, is_mine=True)]
-    if together > 1 and site.device.type == "cpu":
-        # the first rank of each machine computes, the others wait
-        alone = _measure(site, 1, processors, [], is_mine=site.world.rank in site.first_ranks())
-        # threads that wait for a processor that another program has: never slower than with a part of the processors
-        for kind, points in alone["seconds"].items():
-            with_part = [seconds for _, seconds in entries[0]["seconds"][kind]]
-            alone["seconds"][kind] = [
-                (work, min(seconds, most)) for (work, seconds), most in zip(points, with_part, strict=True)
-            ]
-        entries.append(alone)
-    return entries
-
-
-def _measure(site: ExaminedRanks, ranks: int, threads: int, sums: Points, is_mine: bool) -> dict[str, Any]:
-    """Collective: what plans need to know of operators, where so many ranks of a machine measure at the same time."""
     dtype = torch.float32 if site.device.type == "cpu" else torch.bfloat16
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    site.begin()
-    measured: list[float] = []
     labels: list[tuple[str, float]] = []
+    measured: list[float] = []
+    site.begin()
     for kernel in kernels(site.device, dtype):
         labels.append((kernel.kind, float(kernel.work)))
-        measured.append(_best_seconds(kernel.call, site) if is_mine else 0.0)
+        measured.append(_best_seconds(kernel.call, site, patience) / kernel.calls)
         site.progress += 1
-    # a run is as fast as its slowest rank
-    seconds = site.slowest(measured)
-    # several shapes of as much work count by their mean
+    # several shapes of as much work count by their mean; a run is as fast as its slowest rank
     same: dict[tuple[str, float], list[float]] = {}
-    for label, took in zip(labels, seconds, strict=True):
+    for label, took in zip(labels, site.slowest(measured), strict=True):
         same.setdefault(label, []).append(took)
     points: dict[str, list[tuple[float, float]]] = {}
-    for (kind, work), times in same.items():
+    for (kind, work), times in sorted(same.items()):
         points.setdefault(kind, []).append((work, fmean(times)))
-    points = {kind: sorted(each) for kind, each in points.items()}
-    factors = measure_factors(site, points, sums, is_mine, is_together=bool(sums))
-    torch.set_num_threads(before)
+    factors = measure_factors(site, points, sums)
     overhead, compute, collectives = site.slowest([factors.overhead_s, factors.compute, factors.collectives])
     return {
-        "ranks": ranks,
-        "threads": threads,
+        "ranks": site.machines.count(site.machines[0]),  # of a machine
+        "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         **asdict(StepFactors(overhead, compute, collectives)),
         "seconds": points,
     }
 
 
-def _best_seconds(call: Callable[[], Any], site: ExaminedRanks) -> float:
+def _best_seconds(call: Callable[[], Any], site: ExaminedRanks, patience: float) -> float:
     """Seconds of a call: the best of some turns, because other programs only ever make it slower."""
     call()
     site.synchronize()
     times: list[float] = []
     spent = 0.0
-    while len(times) < _FEWEST or (spent < _SECONDS and len(times) < _MOST):
+    while len(times) < _FEWEST or (spent < patience and len(times) < _MOST):
         began = perf_counter()
         call()
         site.synchronize()

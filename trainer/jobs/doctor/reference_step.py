@@ -19,7 +19,7 @@ from trainer.jobs.plan.devices import CPU, Device, Points, interpolate
 from trainer.jobs.plan.work import Work
 from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
 
-_STEPS = 15  # after two first ones
+_STEPS = 7  # after two first ones
 _PHASE = "step"
 _LEAST = 0.2  # of a collective's own time, in a step; less is chance
 _MESSAGE = 2**18  # numbers of 4 bytes that ranks add up between two blocks
@@ -69,26 +69,20 @@ class _Transposed(nn.Module):
         return x.transpose(1, 2)
 
 
-def measure_factors(
-    site: ExaminedRanks, points: Mapping[str, Points], sums: Points, is_mine: bool, is_together: bool
-) -> StepFactors:
+def measure_factors(site: ExaminedRanks, points: Mapping[str, Points], sums: Points) -> StepFactors:
     """Collective: the factors by the steps of two networks. sums: an all-reduce of all ranks, (bytes, seconds)."""
-    overhead, factor, waiting = 0.0, 1.0, 1.0
-    if is_mine:
-        # the tiny network shows what comes with each operator, the small one what comes with its size
-        whole, parts, operators = _time_step(site, *_tiny(), points)
-        overhead = max(0.0, whole - parts) / operators
-        whole, parts, operators = _time_step(site, *_small(), points)
-        factor = max(1.0, (whole - operators * overhead) / parts)
-    if is_together and site.world.size > 1 and sums:
-        blocks, _ = _small()
+    # the tiny network shows what comes with each operator, the small one what comes with its size
+    whole, parts, operators = _time_step(site, *_tiny(), points)
+    overhead = max(0.0, whole - parts) / operators
+    whole, parts, operators = _time_step(site, *_small(), points)
+    compute, waiting = max(1.0, (whole - operators * overhead) / parts), 1.0
+    if sums:
         message = torch.zeros(_MESSAGE, device=site.device)
-        site.begin()
         # all ranks; 1 MiB between two blocks, as tensor ranks do
-        more, _, _ = _time_step(site, *_small(), points, lambda: dist.all_reduce(message.clone()))
-        seconds = (more - whole) / (len(blocks) - 1)
+        more, _, _ = _time_step(site, *_small(), points, lambda: dist.all_reduce(message))
+        seconds = (more - whole) / (len(_small()[0]) - 1)
         waiting = max(_LEAST, seconds / interpolate(sums, 4 * _MESSAGE))
-    return StepFactors(overhead, factor, waiting)
+    return StepFactors(overhead, compute, waiting)
 
 
 def _time_step(
@@ -113,12 +107,14 @@ def _time_step(
         optimizer.zero_grad()
 
     times = []
+    site.begin()
     for _ in range(2 + _STEPS):
         site.synchronize()
         began = perf_counter()
         step(between)
         site.synchronize()
         times.append(perf_counter() - began)
+        site.progress += 1
     seconds = sorted(times[2:])[_STEPS // 4]  # a quarter was quicker: other programs only ever make it slower
     work = Work(Device(CPU if site.device.type == "cpu" else "GPU", 1, 1, 1, 1, kernels=points))
     with _Counter(work):

@@ -34,7 +34,7 @@ class Examination:
     folder: list[FolderReport]
     offsets: list[float]  # seconds, of each rank's clock
     work: list[dict[str, Any]]  # of each rank: what it computes and copies in a second
-    kernels: list[dict[str, Any]]  # times of operators
+    kernels: dict[str, Any]  # times of operators
     links: list[Link]
     groups: Mapping[str, list[list[int]]]
     collectives: list[CollectiveTime]

@@ -99,7 +99,7 @@ class Device:
 
 
 # Memory and its bandwidth from the makers' data sheets; products are in flops.py. Links in one direction: NVLink or
-# Infinity Fabric, else PCIe (16 lanes); an RTX 4090 reaches its neighbour only through the host's memory, at half of it.
+# Infinity Fabric, else PCIe (16 lanes); an RTX 4090 reaches its neighbour only through the host's memory: half.
 # Between machines what such machines usually have: 400 Gbit/s a GPU, 100 Gbit/s for the smaller ones.
 DEVICES = {
     "a100-40": Device("A100", 40, 1555, 300, 25),

@@ -63,7 +63,7 @@ def measured_device(device: Device, doctor: DoctorFile, processes: int) -> Devic
     ranks, local = doctor.content["ranks"], min(processes, device.per_machine)
     memory = min(rank["free"] if rank["free"] is not None else inf for rank in ranks)
     memory = memory / local if device.name == CPU else memory  # the processes of a machine share it
-    kernels = _nearest(doctor.content["kernels"], local)
+    kernels = doctor.content["kernels"]
     # processes that share few processors wait for each other
     threads = max(1, doctor.processors // local)
     crowd = max(1.0, local / doctor.processors) * kernels["threads"] / threads if device.name == CPU else 1.0
@@ -86,11 +86,6 @@ def _slower(points: Points, factor: float) -> Points:
     return [(work, seconds * factor) for work, seconds in points]
 
 
-def _nearest(kernels: list[Mapping[str, Any]], local: int) -> Mapping[str, Any]:
-    """What was measured while as many processes computed on a machine, or nearly so many."""
-    return min(kernels, key=lambda each: abs(each["ranks"] - local))
-
-
 def _collective_points(rows: list[Mapping[str, Any]]) -> dict[tuple[str, int, bool], Points]:
     """Of each collective, over so many ranks, between machines or not: its (bytes, seconds)."""
     points: dict[tuple[str, int, bool], list[tuple[float, float]]] = {}
@@ -105,7 +100,7 @@ def _collective_points(rows: list[Mapping[str, Any]]) -> dict[tuple[str, int, bo
 def describe_doctor(doctor: DoctorFile) -> str:
     """What was used of it, in one line for people."""
     when = datetime.fromtimestamp(doctor.content["time"], UTC).date()
-    kernels = doctor.content["kernels"][0]
+    kernels = doctor.content["kernels"]
     work, seconds = kernels["seconds"]["mm"][-1]
     memory = min(rank["memory_bytes_per_s"] for rank in doctor.content["ranks"])
     rates = f"{work / seconds / 1e9:,.0f} GFLOP/s in {kernels['dtype']}, memory {memory / 1e9:.3g} GB/s"
