@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.jobs.plan.devices import CPU, Device, Points, interpolate
 from trainer.jobs.plan.work import Work
 from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
 
-_STEPS = 7  # after two first ones
+_STEPS = 9  # after two first ones
 _PHASE = "step"
 _LEAST = 0.2  # of a collective's own time, in a step; less is chance
 _MESSAGE = 2**18  # numbers of 4 bytes that ranks add up between two blocks
@@ -72,15 +73,15 @@ class _Transposed(nn.Module):
 def measure_factors(site: ExaminedRanks, points: Mapping[str, Points], sums: Points) -> StepFactors:
     """Collective: the factors by the steps of two networks. sums: an all-reduce of all ranks, (bytes, seconds)."""
     # the tiny network shows what comes with each operator, the small one what comes with its size
-    whole, parts, operators = _time_step(site, *_tiny(), points)
-    overhead = max(0.0, whole - parts) / operators
-    whole, parts, operators = _time_step(site, *_small(), points)
-    compute, waiting = max(1.0, (whole - operators * overhead) / parts), 1.0
+    times, parts, operators = _time_step(site, *_tiny(), points)
+    overhead = max(0.0, min(times) - parts) / operators
+    times, parts, operators = _time_step(site, *_small(), points)
+    compute, waiting = max(1.0, (min(times) - operators * overhead) / parts), 1.0
     if sums:
         message = torch.zeros(_MESSAGE, device=site.device)
         # all ranks; 1 MiB between two blocks, as tensor ranks do
         more, _, _ = _time_step(site, *_small(), points, lambda: dist.all_reduce(message))
-        seconds = (more - whole) / (len(_small()[0]) - 1)
+        seconds = (median(more) - median(times)) / (len(_small()[0]) - 1)
         waiting = max(_LEAST, seconds / interpolate(sums, 4 * _MESSAGE))
     return StepFactors(overhead, compute, waiting)
 
@@ -91,8 +92,8 @@ def _time_step(
     x: Tensor,
     points: Mapping[str, Points],
     between: Callable[[], Any] = lambda: None,
-) -> tuple[float, float, int]:
-    """Seconds of a step, what its operators should take together, and how many there are."""
+) -> tuple[list[float], float, int]:
+    """Seconds of each step, what its operators should take together, and how many there are."""
     network = nn.ModuleList(blocks).to(site.device)
     x = x.to(site.device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, fused=True)
@@ -115,10 +116,9 @@ def _time_step(
         site.synchronize()
         times.append(perf_counter() - began)
         site.progress += 1
-    seconds = sorted(times[2:])[_STEPS // 4]  # a quarter was quicker: other programs only ever make it slower
     work = Work(Device(CPU if site.device.type == "cpu" else "GPU", 1, 1, 1, 1, kernels=points))
     with _Counter(work):
         step(lambda: None)
     operators = work.operators
     _, took = work.take()
-    return seconds, took[_PHASE], operators
+    return times[2:], took[_PHASE], operators
