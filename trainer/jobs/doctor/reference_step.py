@@ -79,8 +79,8 @@ def measure_factors(site: ExaminedRanks, points: Mapping[str, Points], sums: Poi
     compute, waiting = max(1.0, (min(times) - operators * overhead) / parts), 1.0
     if sums:
         message = torch.zeros(_MESSAGE, device=site.device)
-        # all ranks; 1 MiB between two blocks, as tensor ranks do
-        more, _, _ = _time_step(site, *_small(), points, lambda: dist.all_reduce(message))
+        # all ranks; 1 MiB between two blocks, as tensor ranks do: new memory, as what is gathered and added up has
+        more, _, _ = _time_step(site, *_small(), points, lambda: dist.all_reduce(message.clone()))
         seconds = (median(more) - median(times)) / (len(_small()[0]) - 1)
         waiting = max(_LEAST, seconds / interpolate(sums, 4 * _MESSAGE))
     return StepFactors(overhead, compute, waiting)
