@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from trainer.jobs.plan.choice import choose_row, format_mib
-from trainer.jobs.plan.devices import DEVICES
+from trainer.jobs.plan.devices import CPU, DEVICES
 from trainer.jobs.run_messages import add_overrides, quote_path
 from trainer.jobs.run_parts import AutoChoice, RunParts
 from trainer.launch.devices import accelerator_names, available_memory_per_rank, total_memory
@@ -27,7 +27,6 @@ from trainer.parallel.meta_model import build_meta_model, named_state
 from trainer.records.resume_rules import has_checkpoint
 from trainer.records.run_folder import EnvironmentFields
 
-CPU = "CPU"  # what the plan calls it
 SMALL_STATE = 0.01  # of a rank's memory; what takes less need not be divided
 UNKNOWN_DEVICE = "h100"  # whose times nobody reads; memory does not depend on the device
 PLAN_SECONDS = 12.0  # for trials; starting the plan and reading the data come on top

@@ -114,11 +114,9 @@ def train_and_record(
         for part, end in enumerate(ends, 1):
             run, follows = fresh_run(run), part < len(ends)
             # everything as a start of a run makes it; the second part resumes from the first one's checkpoint
-            start, evaluation = checkpoints.newest(), make_evaluation(run)
+            start, evaluation, goal = checkpoints.newest(), make_evaluation(run), initial_progress(run, ends[-1])
             build_weights_on_main(run, resuming=start is not None)
-            trainer = make_trainer(
-                run, checkpoints, Log([]), stop, initial_progress(run, ends[-1]), PlanComparison(run)
-            )
+            trainer = make_trainer(run, checkpoints, Log([]), stop, goal, PlanComparison(run))
             if shake and start is None:
                 perturb_weights(trainer.model.network, shake)
             _lower_loss_scale(trainer.model)

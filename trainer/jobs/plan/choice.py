@@ -11,7 +11,7 @@ from trainer.messages import Refusal
 PlanRow = Mapping[str, Any]  # as it stands in plan.json
 
 
-class Choice(NamedTuple):
+class RowChoice(NamedTuple):
     """The row to use, the next best one, and one line for people."""
 
     row: PlanRow
@@ -25,7 +25,7 @@ def choose_row(
     spare: float,
     preferred: str = "",
     why: str = "",
-) -> Choice:
+) -> RowChoice:
     """The row with the shortest step of those that leave this part of the memory; else of those that fit.
 
     preferred: a strategy whose rows go before faster ones; why: says so. Refusal where none fits.
@@ -45,7 +45,7 @@ def choose_row(
     notes += [why] if ordered[0]["strategy"] == preferred else []
     second = next(iter(ordered[1:]), None)
     notes += [f"second: {describe_row(second)}"] if second else []
-    return Choice(ordered[0], second, "; ".join(notes))
+    return RowChoice(ordered[0], second, "; ".join(notes))
 
 
 def describe_row(row: PlanRow) -> str:

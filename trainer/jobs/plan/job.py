@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.jobs.plan.choice import Choice, choose_row
+from trainer.jobs.plan.choice import RowChoice, choose_row
 from trainer.jobs.plan.devices import Device, find_device, with_keys
 from trainer.jobs.plan.measured_device import DoctorFile, describe_doctor, measured_device, read_doctor_file
 from trainer.jobs.plan.plot import plot_plan
@@ -28,7 +28,7 @@ from trainer.strategies.candidates import Candidate, candidates
 
 SPARE_MEMORY = 0.2  # of a device's memory, which the chosen strategy leaves for what is not counted
 SPARE_AFTER_DOCTOR = 0.1  # where the memory was measured
-OWN = "own"  # the strategy that the command line names, as it is
+AS_NAMED = "own"  # the strategy that the command line names, as it is
 
 
 class PlanJob(Job):
@@ -114,7 +114,7 @@ class PlanJob(Job):
             compile=False,  # operators are noted one by one, as they run without compilation
             compare_copies=False,  # there are no values to compare
         )
-        if self.names is not None and OWN in self.names:
+        if self.names is not None and AS_NAMED in self.names:
             yield Candidate("", replace(parts.strategy, machine=machine), None)
         for candidate in candidates(parts.strategy, machine, per_machine):
             if self.names is None or candidate.name in self.names:
@@ -124,7 +124,7 @@ class PlanJob(Job):
 def plan_facts(rows: Sequence[Row], processes: int, device: Device, spare: float) -> dict[str, Any]:
     """The content of plan.json; the choice is that for so many processes."""
     every = [row_facts(row) for row in rows]
-    chosen: Choice | None = None
+    chosen: RowChoice | None = None
     try:
         chosen = choose_row([row for row in every if row["processes"] == processes], device.free, spare)
         why = chosen.reason

@@ -16,7 +16,7 @@ from trainer.jobs.doctor.cost_model import LinearCost
 from trainer.jobs.plan.devices import CPU, GIB, Device, Points
 from trainer.messages import Refusal
 
-FILE = "doctor.json"
+_FILE = "doctor.json"  # of jobs/doctor
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def read_doctor_file(asked: str | bool | None, root: Path, device: Device) -> Do
     """The file of this name, whatever machine made it; None asks for that of this machine, where there is one."""
     if asked is False:
         return None
-    path = root / FILE if asked is None or asked is True else Path(asked).expanduser()
+    path = root / _FILE if asked is None or asked is True else Path(asked).expanduser()
     try:
         doctor = DoctorFile(path, json.loads(path.read_text()))
         ranks, is_well = doctor.content["ranks"], bool(doctor.content["ok"] and doctor.content["kernels"])

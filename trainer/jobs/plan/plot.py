@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil, floor, log2, log10
 from typing import Any
 
+from trainer.jobs.plan.choice import PlanRow
 from trainer.jobs.plan.ledger import KINDS
 from trainer.messages import format_count
 
-PlanRow = Mapping[str, Any]  # as it stands in plan.json
-MIB = 2**20
+_MIB = 2**20
 _WIDTH, _MARGIN, _RIGHT = 1100, 20, 90  # pixels
 _BAR, _GAP, _TEXT, _PANEL = 20, 8, 14, 360  # heights: of a bar, between two, of a font, of the plot of times
 _PAPER, _INK, _FAINT, _LIMIT = (255, 255, 255), (30, 36, 46), (226, 230, 236), (200, 48, 44)
@@ -57,9 +57,9 @@ def _draw_memory(draw: Any, bars: Sequence[PlanRow], free: float, top: int) -> i
             wide = row["by_kind"][kind] * scale
             draw.rectangle((x, y, x + max(wide - 1, 0), y + _BAR), colour)
             x += wide
-        _write(draw, (x + 4, y + 3), f"{row['peak'] / MIB:,.0f}")
+        _write(draw, (x + 4, y + 3), f"{row['peak'] / _MIB:,.0f}")
     bottom = top + len(bars) * (_BAR + _GAP)
-    text = f"memory: {free / MIB:,.0f} MiB"
+    text = f"memory: {free / _MIB:,.0f} MiB"
     if free > span:
         _write(draw, (left, bottom + 2), f"{text}, far to the right", _LIMIT)
     else:

@@ -13,7 +13,7 @@ from trainer.jobs.plan.traffic import Collective
 from trainer.jobs.plan.trial import RankUsage
 from trainer.messages import format_count
 
-MIB = 2**20
+_MIB = 2**20
 AS_ASKED = "as asked"  # the strategy that the command line names
 
 
@@ -152,8 +152,8 @@ def format_plan_table(rows: Sequence[Row], refused: Mapping[str, str], device: D
     ]
     for row in rows:
         sizes = [row.peak, *(row.at_peak.by_kind[kind] for kind in KINDS), row.wire(False), row.wire(True)]
-        cells = [f"{size / MIB:>11,.1f}" for size in sizes] + [f"{row.step_s * 1e3:>11,.1f}"]
-        verdict = "yes" if row.fits else f"no: {(row.peak - device.free) / MIB:,.0f} MiB too many; {row.advice}"
+        cells = [f"{size / _MIB:>11,.1f}" for size in sizes] + [f"{row.step_s * 1e3:>11,.1f}"]
+        verdict = "yes" if row.fits else f"no: {(row.peak - device.free) / _MIB:,.0f} MiB too many; {row.advice}"
         verdict = verdict if row.how == "simulated" else f"computed: {verdict}"
         lines.append(f"{row.arguments or 'as asked':<{width}} {' '.join(cells)}  {verdict}")
     return [*lines, *left_out]
