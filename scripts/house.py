@@ -38,26 +38,26 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # The limit and the goal of each figure. A limit that is not yet the goal is what was counted when it was set: whoever
 # makes the figure better sets it anew, and it gets looser only with a reason in the commit.
 LIMITS: dict[str, tuple[float, float]] = {
-    "files": (179, 165),
-    "lines": (32_400, 21_500),  # to the next hundred
+    "files": (190, 165),
+    "lines": (34_100, 21_500),  # to the next hundred
     "imports, % of the lines": (9.1, 8),
     "entries": (14, 14),
     "rooms": (19, 21),
     "floors": (10, 12),
-    "arrows": (100, 104),
+    "arrows": (104, 104),
     "arrows upward": (0, 0),
     "circles of files": (0, 0),
     "lines of a function, p95": (22, 22),
     "lines of a function, longest": (47, 47),
     "comments per 100 lines": (8.3, 8),
     "comments per 100 lines, least of a folder": (8, 8),
-    "files with one user": (33, 25),
-    "definitions with one user": (214, 60),
-    "names in several files": (43, 30),
+    "files with one user": (40, 25),
+    "definitions with one user": (225, 60),
+    "names in several files": (57, 30),
     "public names in several files": (6, 10),
     "unused names": (0, 0),
     "words of parallelism in the loop": (0, 0),
-    f"uses of {', '.join(VAGUE)}": (5, 0),
+    f"uses of {', '.join(VAGUE)}": (6, 0),
 }
 AT_LEAST = ("comments per 100 lines", "comments per 100 lines, least of a folder")  # of all others: at most
 Figures = dict[str, tuple[float, list[str]]]  # a number, and what was counted

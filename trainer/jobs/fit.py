@@ -15,7 +15,7 @@ from typing import Any
 from trainer.data.class_renumbering import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
 from trainer.jobs.doctor.host_facts import software_versions
-from trainer.jobs.out_of_memory import give_back_freed_memory, keep_freed_memory, memory_advice
+from trainer.jobs.out_of_memory import give_back_freed_memory, is_memory_tight, keep_freed_memory, memory_advice
 from trainer.jobs.plan_comparison import PlanComparison, planned_row
 from trainer.jobs.preparation import build_weights_on_main, determinism_advice, prepare
 from trainer.jobs.resume_decision import ResumeDecision, decide_resume, open_start
@@ -55,7 +55,7 @@ class Fit(Job):
         run, progress = prepare(parts), Progress()
         launch, folder = run.machine.launch, run.folder.path
         # before any value lies on a device: what was allocated under other rules stays where it is
-        if is_meta_model(run.network):
+        if is_meta_model(run.network) or is_memory_tight(run):
             give_back_freed_memory()
         else:
             keep_freed_memory()

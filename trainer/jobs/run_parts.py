@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,7 @@ class RunParts:
     spare_vectors: bool  # biases and norms are not decayed
     sinks: list[Sink]
     open_folder: Callable[[Callable[[Path | None], None]], RunFolder]  # makes, locks it; before, a look at what begins
-    auto: AutoChoice | None  # what keys came to that said auto; None: none did
+    auto: AutoChoice | None = field(default=None, kw_only=True)  # what keys came to that said auto; None: none did
 
     @property
     def best_metric(self) -> str:
@@ -178,7 +178,6 @@ def assemble(
         spare_vectors=spare_vectors,
         sinks=[instantiate(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
         open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label),
-        auto=None,
         data=data,
         make_network=lambda: instantiate(cfg.model, nn.Module, "model", names),
     )

@@ -44,14 +44,14 @@ from trainer.strategies.machine import Machine
 
 _JOIN = timedelta(seconds=120)  # in which all ranks must have connected; and of each collective
 _HANG = 30.0  # seconds in which each measurement gets further
-_OPERATOR = 1 / 1000  # of the time for collectives, for each operator and size
+_OPERATOR = 1 / 1500  # of the time for collectives, for each operator and size
 _PARTS = BLOCKS - 2  # of the collectives, with a block of the ranks' own work after each
 
 
 class Doctor:
     """Examine machines, network and folder; exit 1 where something would hold up or break a run."""
 
-    def __init__(self, seconds: float = 12.0) -> None:
+    def __init__(self, seconds: float = 8.0) -> None:
         if seconds <= 0:
             raise Refusal(f"job.seconds={seconds:g}: seconds for the collectives, above 0")
         self.seconds = seconds

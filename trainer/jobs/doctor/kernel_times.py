@@ -17,7 +17,7 @@ from trainer.jobs.doctor.reference_step import StepFactors, measure_factors
 from trainer.jobs.plan.devices import Points
 
 _AT = torch.ops.aten
-_FEWEST, _MOST = 3, 200  # repetitions, after a first one
+_FEWEST, _MOST = 2, 200  # repetitions, after a first one
 
 
 class Kernel(NamedTuple):

@@ -39,7 +39,7 @@ class PlanJob(Job):
         processes: Sequence[int] = (1, 2, 4, 8),
         device: str = "cpu",
         strategies: Sequence[str] | None = None,
-        seconds: float = 60,
+        seconds: float = 50,
         spare: float | None = None,
         doctor: str | bool | None = None,
         memory: float | None = None,

@@ -174,10 +174,10 @@ def find_remedy(each: Plannable, limit: float) -> str | None:
     ):
         if not batches or (trial is recomputing and strategy.activation_checkpointing != "none"):
             continue
-        found, usages = find_largest_slice(trial, batches, limit)
+        batches_that_fit, usages = find_largest_slice(trial, batches, limit)
         peak = max(usage.peak.bytes for usage in usages)
         if peak <= limit:
-            smaller = f"loop.micro_batch={found.largest} " if found != whole else ""
+            smaller = f"loop.micro_batch={batches_that_fit.largest} " if batches_that_fit != whole else ""
             return f"with {words}{smaller}it fits ({peak / 2**20:,.0f} MiB)"
     return None
 
