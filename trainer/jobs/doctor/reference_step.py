@@ -20,7 +20,7 @@ from trainer.jobs.plan.devices import CPU, Device, Points, interpolate
 from trainer.jobs.plan.work import Work
 from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
 
-_STEPS = 9  # after two first ones
+_STEPS = 5  # after two first ones
 _PHASE = "step"
 _LEAST = 0.2  # of a collective's own time, in a step; less is chance
 _MESSAGE = 2**18  # numbers of 4 bytes that ranks add up between two blocks
