@@ -13,7 +13,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from trainer.api import (
-    build_run,
+    build_decided_run,
     processes_to_start,
     run_doctor_job,
     run_in_processes,
@@ -21,7 +21,8 @@ from trainer.api import (
 )
 from trainer.configuration import resource_paths
 from trainer.configuration.command_line import parse_command_line
-from trainer.configuration.compose import compose, is_doctor_job, is_report_job, needs_reference, open_keys
+from trainer.configuration.compose import compose
+from trainer.configuration.job_kinds import is_doctor_job, is_report_job, needs_reference, open_keys
 from trainer.launch import failure
 from trainer.launch.child_processes import (
     ForkedProcess,
@@ -66,7 +67,7 @@ def main() -> None:
         else:
             with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read
                 runner = _program_runner(cfg, launch)
-                parts = build_run(arguments, launch, cfg, runner)
+                parts = build_decided_run(arguments, launch, cfg, runner)
                 if isinstance(runner, PreforkedProcess) and not needs_reference(cfg):
                     runner.dismiss()  # all that was to be planned has been
                 code = parts.job(parts)

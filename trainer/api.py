@@ -17,19 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trainer.configuration import resource_paths
+from trainer.configuration import job_kinds, resource_paths
 from trainer.configuration.command_line import parse_command_line
-from trainer.configuration.compose import (
-    compose,
-    examined_folder,
-    is_doctor_job,
-    is_report_job,
-    is_verification,
-    open_keys,
-    opens_trained_run,
-    quote_value,
-    report_folder,
-)
+from trainer.configuration.compose import compose, quote_value
 from trainer.configuration.interpolation import flatten_unresolved, format_value
 from trainer.configuration.key_checks import suggest_overrides, unknown_key_message
 from trainer.configuration.schema import parse_settings
@@ -118,10 +108,10 @@ def _run_once(arguments: list[str]) -> Result:
         launch = read_launch()
         count = processes_to_start(cfg, launch)
         # the folder is chosen here, because the results of the run are read from it afterwards
-        if is_report_job(cfg):
-            folder = report_folder(cfg)
+        if job_kinds.is_report_job(cfg):
+            folder = job_kinds.report_folder(cfg)
         else:
-            folder = examined_folder(cfg) if is_doctor_job(cfg) else choose_run_folder(cfg, launch)
+            folder = job_kinds.examined_folder(cfg) if job_kinds.is_doctor_job(cfg) else choose_run_folder(cfg, launch)
         arguments.append(f"run.dir={quote_value(str(folder))}")
         cfg.run.dir = str(folder)
         # Python calls signal handlers in the main thread alone
@@ -135,10 +125,10 @@ def _run_once(arguments: list[str]) -> Result:
 
 def _run_in_this_process(arguments: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The exit code. The process keeps nothing of the run: no log file, no lock, no group of processes, no mode."""
-    if is_report_job(cfg):
+    if job_kinds.is_report_job(cfg):
         return run_report_job(cfg, launch)
     with preserve_process_state():
-        if is_doctor_job(cfg):
+        if job_kinds.is_doctor_job(cfg):
             return run_doctor_job(cfg, launch)
         return _run_as_guest(arguments, launch, cfg)
 
@@ -153,7 +143,7 @@ def _run_as_guest(arguments: Sequence[str], launch: Launch, cfg: DictConfig) -> 
     # what the command line leaves to the end of its process is put back here, whatever happens
     try:
         with failure.sys_exit_as_error():
-            parts = build_run(arguments, launch, cfg)
+            parts = build_decided_run(arguments, launch, cfg)
             return parts.job(parts)
     except failure.RunFailed as failed:
         error = failed.__cause__
@@ -176,7 +166,7 @@ def _run_in_children(arguments: Sequence[str], cfg: DictConfig, count: int) -> i
     if code not in (0, failure.STOPPED):
         if signals.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt("interrupted twice")
-        has_verdict = is_verification(cfg) or is_doctor_job(cfg)
+        has_verdict = job_kinds.is_verification(cfg) or job_kinds.is_doctor_job(cfg)
         verdict = _read_verdict(cfg, Path(str(cfg.run.dir))) if has_verdict else ""
         raise RuntimeError(
             message or verdict or "a process of the run ended without a message: killed, or out of memory"
@@ -186,7 +176,7 @@ def _run_in_children(arguments: Sequence[str], cfg: DictConfig, count: int) -> i
 
 def _read_verdict(cfg: DictConfig, folder: Path) -> str:
     """What `verify` or `doctor` has found wrong, by its file in this folder; empty where that is nothing."""
-    if is_doctor_job(cfg):
+    if job_kinds.is_doctor_job(cfg):
         path = folder / "doctor.json"
         findings = json.loads(path.read_text())["findings"] if path.is_file() else []
         errors = [finding["what"] for finding in findings if finding["level"] == "error"]
@@ -202,8 +192,8 @@ def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[st
     from trainer.records.metrics_reader import metrics_of, read_last_lines
 
     # these jobs have a folder of their own, and leave the run's status as it was
-    job_folder = "evaluate" if opens_trained_run(cfg) else "verify" if is_verification(cfg) else ""
-    job_folder = "doctor" if is_doctor_job(cfg) else job_folder
+    job_folder = "evaluate" if job_kinds.opens_trained_run(cfg) else "verify" if job_kinds.is_verification(cfg) else ""
+    job_folder = "doctor" if job_kinds.is_doctor_job(cfg) else job_folder
     status = read_status(folder)
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")
@@ -221,15 +211,22 @@ def build_run(
     """What a run is made of. cfg: composed of the arguments already; run_alone: runs arguments in another process."""
     cfg = compose(arguments) if cfg is None else cfg
     resource_paths.make_recipes_importable()
-    from trainer.jobs.auto_choice import choose, with_choice  # from here on with torch
-    from trainer.jobs.run_parts import assemble
+    from trainer.jobs.run_parts import assemble  # from here on with torch
 
-    folders = parse_command_line(arguments).folders
-    parts = assemble(cfg, arguments, folders, launch, run_alone)
-    if keys := open_keys(cfg, launch.world_size):
+    return assemble(cfg, arguments, parse_command_line(arguments).folders, launch, run_alone)
+
+
+def build_decided_run(
+    arguments: Sequence[str], launch: Launch, cfg: DictConfig, run_alone: ProgramRunner = run_program
+) -> RunParts:
+    """The same, after a plan has decided what stands for each auto, as if that had been typed."""
+    parts = build_run(arguments, launch, cfg, run_alone)
+    if keys := job_kinds.open_keys(cfg, launch.world_size):
+        from trainer.jobs.auto_choice import choose, with_choice
+
         choice = choose(parts, keys)
-        if choice.overrides:  # as if they had been typed
-            parts = assemble(compose(with_choice(arguments, choice)), arguments, folders, launch, run_alone)
+        if choice.overrides:
+            parts = build_run(arguments, launch, compose(with_choice(arguments, choice)), run_alone)
         parts.auto = choice
     return parts
 
@@ -240,11 +237,11 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
     """
     # a child that was started for this very key must not start others
-    if launch.is_local_child or is_report_job(cfg):
+    if launch.is_local_child or job_kinds.is_report_job(cfg):
         return 0
     restarts = cfg.distributed.restarts
     if cfg.processes is None:
-        if restarts and not opens_trained_run(cfg):  # of a trained run it is a key like all others
+        if restarts and not job_kinds.opens_trained_run(cfg):  # of a trained run it is a key like all others
             raise Refusal(
                 f"distributed.restarts={restarts} starts processes again that this command has started: add processes=N"
                 " (1, 2, … or auto), or leave it out. torchrun has --max-restarts"
@@ -271,7 +268,7 @@ def run_in_processes(
     """The run in so many processes: its exit code, the signals that asked it to stop, and its message if it failed."""
     refuse_namesake()
     # the restarts of a trained run are not those of the job that opens it
-    restarts, folder = 0 if opens_trained_run(cfg) else cfg.distributed.restarts, Path()
+    restarts, folder = 0 if job_kinds.opens_trained_run(cfg) else cfg.distributed.restarts, Path()
     # they all look there again: a name that is generated must be the same for every attempt
     if restarts:
         folder = choose_run_folder(cfg, Launch())
@@ -293,14 +290,14 @@ def run_doctor_job(cfg: DictConfig, launch: Launch) -> int:
     machine = make_machine(parse_settings(cfg), launch)
     machine.check()
     machine.refuse_shared_devices()
-    return doctor(machine, examined_folder(cfg))
+    return doctor(machine, job_kinds.examined_folder(cfg))
 
 
 def run_report_job(cfg: DictConfig, launch: Launch) -> int:
     """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
     from trainer.jobs.goodput_report import Report
 
-    return Report()(report_folder(cfg)) if launch.is_main else 0
+    return Report()(job_kinds.report_folder(cfg)) if launch.is_main else 0
 
 
 def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:

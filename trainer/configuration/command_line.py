@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -141,3 +142,17 @@ def override_text(override: Override) -> str:
     """The word as it was typed."""
     assert override.input_line is not None
     return override.input_line
+
+
+def add_overrides(arguments: Sequence[str], *added: str) -> list[str]:
+    """Arguments of the command line with more overrides, behind the last one: flags may not stand between overrides."""
+    overrides = [at for at, argument in enumerate(arguments) if "=" in argument and not argument.startswith("-")]
+    end = overrides[-1] + 1 if overrides else len(arguments)
+    return [*arguments[:end], *added, *arguments[end:]]
+
+
+def quote_path(path: Path) -> str:
+    """A path as a value of Hydra's grammar."""
+    # other characters have a meaning in that grammar, and need quotes
+    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", str(path))
+    return str(path) if plain else json.dumps(str(path), ensure_ascii=False)

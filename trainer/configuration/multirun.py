@@ -14,15 +14,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from trainer.configuration.command_line import CommandLine, override_text, parse_command_line, parse_overrides
-from trainer.configuration.compose import (
-    compose,
-    is_doctor_job,
-    is_report_job,
-    open_config_dirs,
-    opens_trained_run,
-    quote_value,
-)
+from trainer.configuration.compose import compose, open_config_dirs, quote_value
 from trainer.configuration.hydra_plugins import HYDRA_KEY, Search, compose_hydra_section, parse_search, read_hydra_key
+from trainer.configuration.job_kinds import is_doctor_job, is_report_job, opens_trained_run
 from trainer.configuration.key_checks import list_options
 from trainer.configuration.key_types import Count
 from trainer.messages import Refusal, join_problems

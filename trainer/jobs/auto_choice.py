@@ -8,14 +8,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from trainer.jobs.plan.choice import choose_row, format_mib
+from trainer.configuration.command_line import add_overrides, quote_path
+from trainer.jobs.plan.choice import TIME_ERROR, choose_row, format_mib
 from trainer.jobs.plan.devices import CPU, DEVICES
-from trainer.jobs.run_messages import add_overrides, quote_path
 from trainer.jobs.run_parts import AutoChoice, RunParts
 from trainer.launch.devices import accelerator_names, available_memory_per_rank, total_memory
 from trainer.launch.launcher_environment import without_launcher_variables
@@ -25,7 +26,7 @@ from trainer.learning.optimizer import state_per_parameter
 from trainer.messages import Refusal, expand_home
 from trainer.parallel.meta_model import build_meta_model, named_state
 from trainer.records.resume_rules import has_checkpoint
-from trainer.records.run_folder import EnvironmentFields
+from trainer.records.start_files import EnvironmentFields
 
 SMALL_STATE = 0.01  # of a rank's memory; what takes less need not be divided
 UNKNOWN_DEVICE = "h100"  # whose times nobody reads; memory does not depend on the device
@@ -179,15 +180,13 @@ def _read_plan(
     keys: those that say auto. is_known: does the plan know the device? before: what an earlier start, on another number
     of processes, has chosen.
     """
-    preferred, why = "", ""  # an option of the group strategy, and why it goes before faster ones
-    begun = [row["strategy"] for row in plan["rows"] if before and f"strategy={row['strategy']}" in before.overrides]
-    if begun:
-        preferred, why = begun[0], "the run began with it"
-    elif not is_known or (plan["device"] == CPU and not plan["doctor"]):
-        # without a data sheet and a measurement nobody knows what is fast
-        preferred, why = "ddp", "what is fastest here is not known before job=doctor"
+    kept = [row["strategy"] for row in plan["rows"] if before and f"strategy={row['strategy']}" in before.overrides]
+    # without a data sheet and a measurement nobody knows what is fast
+    is_timed = is_known and (plan["device"] != CPU or plan["doctor"])
     try:
-        row, _, reason = choose_row(plan["rows"], plan["free"], plan["spare"], preferred, why)
+        row, _, reason = choose_row(
+            plan["rows"], plan["free"], plan["spare"], TIME_ERROR if is_timed else inf, next(iter(kept), "")
+        )
     except Refusal as refusal:
         raise Refusal(f"{keys[0]}=auto: {refusal}") from None
     planned = {"peak": float(row["peak"]), "step_s": float(row["step_s"])}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from itertools import chain
@@ -13,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.configuration.command_line import code_arguments
+from trainer.configuration.command_line import add_overrides, code_arguments, quote_path
 from trainer.data.sampler import dataset_size
 from trainer.jobs.goodput_report import cost_lines, format_seconds, read_costs
 from trainer.jobs.run_parts import PreparedRun
@@ -217,13 +215,6 @@ def resume_command(run: PreparedRun) -> str:
     return f"{launcher_command(launch)} -m trainer {shlex.join(arguments)}"
 
 
-def add_overrides(arguments: Sequence[str], *added: str) -> list[str]:
-    """Arguments of the command line with more overrides, behind the last one: flags may not stand between overrides."""
-    overrides = [at for at, argument in enumerate(arguments) if "=" in argument and not argument.startswith("-")]
-    end = overrides[-1] + 1 if overrides else len(arguments)
-    return [*arguments[:end], *added, *arguments[end:]]
-
-
 def launcher_command(launch: Launch) -> str:
     """What stood before `-m trainer`, as far as a process can know: not how machines find each other."""
     if launch.world_size == 1 or launch.is_local_child:
@@ -234,13 +225,6 @@ def launcher_command(launch: Launch) -> str:
         return f"torchrun --standalone --nproc-per-node {launch.local_world_size}"
     machines = launch.world_size // launch.local_world_size
     return f"torchrun --nnodes {machines} --nproc-per-node {launch.local_world_size} <rendezvous as before>"
-
-
-def quote_path(path: Path) -> str:
-    """A path as a value of Hydra's grammar."""
-    # other characters have a meaning in that grammar, and need quotes
-    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", str(path))
-    return str(path) if plain else json.dumps(str(path), ensure_ascii=False)
 
 
 def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]:

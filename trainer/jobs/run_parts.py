@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.configuration.allowed_targets import AllowedTargets, qualified_name
-from trainer.configuration.compose import opens_trained_run
 from trainer.configuration.instantiate import DATA_FACTS, check_groups, fill_data_facts, instantiate, make_factory
 from trainer.configuration.interpolation import to_yaml
+from trainer.configuration.job_kinds import opens_trained_run
 from trainer.configuration.schema import Settings, parse_settings
 from trainer.data.data import Data
 from trainer.jobs.batch_sizes import BatchSizes, RunLength
@@ -42,8 +42,9 @@ from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
 from trainer.parallel.meta_model import is_meta_model
-from trainer.records.run_folder import ConfigFields, RunFolder, refuse_unwritable
+from trainer.records.run_folder import RunFolder, refuse_unwritable
 from trainer.records.sinks import Sink
+from trainer.records.start_files import ConfigFields
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any
 
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import StatusWriter
@@ -29,46 +29,16 @@ from trainer.launch.safe_files import (
     resolve_links,
 )
 from trainer.launch.store_collectives import broadcast_from_main, run_on_all_ranks
-from trainer.launch.typed_values import DamagedFile, Finite, Text, Whole, mapping_of, read_yaml
+from trainer.launch.typed_values import DamagedFile, read_yaml
 from trainer.messages import Refusal, expand_home
 from trainer.records.folder_lock import lock_folder, lock_holder, unlock_folder
 from trainer.records.resume_rules import has_checkpoint, resolve_resume_path
+from trainer.records.start_files import ConfigFields, EnvironmentFields
 
 _VISIBLE_AFTER = 10.0  # seconds until a network file system shows one machine what another has written
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointKeys(TypedDict):
-    """The keys below `checkpoint`."""
-
-    best: NotRequired[Text | None]
-
-
-class ConfigFields(TypedDict):
-    """config.yaml, as far as it is read without its schema."""
-
-    checkpoint: NotRequired[CheckpointKeys]
-
-
-class AutoFields(TypedDict):
-    """What a plan has decided for `strategy=auto` or `loop.micro_batch=auto`."""
-
-    overrides: list[Text]
-    reason: Text
-    processes: Whole
-    planned: Annotated[dict[str, float], mapping_of(Text, Finite)] | None
-    seconds: Finite
-
-
-class EnvironmentFields(TypedDict):
-    """environment.json: what a run's `auto` came to."""
-
-    auto: NotRequired[AutoFields | None]
-    precision: NotRequired[Text]
-    horizon: NotRequired[Whole]
-    best: NotRequired[Text]
 
 
 # what an attempt leaves for the next one

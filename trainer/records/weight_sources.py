@@ -23,7 +23,7 @@ from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manifest import CheckpointInfo, CorruptCheckpoint
 from trainer.records.checkpoint.store import list_complete, open_checkpoint, select_best
 from trainer.records.resume_rules import has_checkpoint, is_checkpoint
-from trainer.records.run_folder import ConfigFields
+from trainer.records.start_files import ConfigFields
 
 # Under which of these a training script keeps the network's own tensors, beside its optimizer's and others.
 NESTED_KEYS = ("state_dict", "model_state_dict", "model")

@@ -17,7 +17,7 @@ from trainer.launch.safe_files import replace_file
 from trainer.launch.typed_values import DamagedFile, read_json
 from trainer.messages import format_count, format_duration, format_number
 from trainer.records.metrics_reader import metric_rank, metric_score, metrics_of, read_lines, tie_break_loss
-from trainer.records.run_folder import EnvironmentFields
+from trainer.records.start_files import EnvironmentFields
 
 if TYPE_CHECKING:
     from rich.table import Table

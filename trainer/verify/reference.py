@@ -15,7 +15,7 @@ from typing import Literal
 from safetensors import SafetensorError
 from torch import Tensor
 
-from trainer.jobs.run_messages import add_overrides, quote_path
+from trainer.configuration.command_line import add_overrides, quote_path
 from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.devices import available_host_memory, available_memory
 from trainer.launch.launcher_environment import without_launcher_variables

@@ -120,5 +120,4 @@ def _time_step(
     with _Counter(work):
         step(lambda: None)
     operators = work.operators
-    _, took = work.take()
-    return times[2:], took[_PHASE], operators
+    return times[2:], work.take()[_PHASE], operators

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from trainer.jobs.goodput_report import format_seconds
 from trainer.messages import Refusal
 
 PlanRow = Mapping[str, Any]  # as it stands in plan.json
+TIME_ERROR = 0.3  # of a step's time: the largest errors that docs/plan.md has
+WITHIN = "no other is faster by more than a plan may be wrong"
 
 
 class RowChoice(NamedTuple):
@@ -20,15 +23,12 @@ class RowChoice(NamedTuple):
 
 
 def choose_row(
-    rows: Sequence[PlanRow],
-    free: float,
-    spare: float,
-    preferred: str = "",
-    why: str = "",
+    rows: Sequence[PlanRow], free: float, spare: float, margin: float = TIME_ERROR, kept: str = ""
 ) -> RowChoice:
     """The row with the shortest step of those that leave this part of the memory; else of those that fit.
 
-    preferred: a strategy whose rows go before faster ones; why: says so. Refusal where none fits.
+    margin: copies that divide nothing but the samples go before a row that is not quicker by more than this; infinity
+    where times are not known. kept: a strategy that goes before all others. Refusal where none fits.
     """
     # what was only computed is not sure to fit; and another global batch would be another curve
     tried = [row for row in rows if row["how"] == "simulated"]
@@ -39,13 +39,23 @@ def choose_row(
         nearest = f"; nearest: {describe_row(least)}. {least['advice']}" if least else ": no strategy can be used"
         raise Refusal(f"nothing fits into {format_mib(free)} a process{nearest}")
     spacious = [row for row in fitting if row["peak"] <= (1 - spare) * free]
-    ordered = sorted(spacious or fitting, key=lambda row: (row["strategy"] != preferred, row["step_s"]))
-    notes = [f"{describe_row(ordered[0])}, of {format_mib(free)} a process, as planned"]
-    notes += [] if spacious else [f"less than {100 * spare:g} % of it is left"]
-    notes += [why] if ordered[0]["strategy"] == preferred else []
-    second = next(iter(ordered[1:]), None)
-    notes += [f"second: {describe_row(second)}"] if second else []
-    return RowChoice(ordered[0], second, "; ".join(notes))
+    ordered = sorted(spacious or fitting, key=lambda row: float(row["step_s"]))
+    chosen, why = ordered[0], ""
+    # smaller differences than a plan's error are none
+    if copies := [row for row in ordered if not row["divides"] and row["step_s"] <= (1 + margin) * chosen["step_s"]]:
+        chosen = copies[0]
+        if chosen is not ordered[0]:
+            why = "what is fastest here is not known before job=doctor" if margin == inf else WITHIN
+    if same_again := [row for row in ordered if row["strategy"] == kept]:
+        chosen, why = same_again[0], "the run began with it"
+    second = next((row for row in ordered if row is not chosen), None)
+    notes = [
+        f"{describe_row(chosen)}, of {format_mib(free)} a process, as planned",
+        *([] if spacious else [f"less than {100 * spare:g} % of it is left"]),
+        *([why] if why else []),
+        *([f"second: {describe_row(second)}"] if second else []),
+    ]
+    return RowChoice(chosen, second, "; ".join(notes))
 
 
 def describe_row(row: PlanRow) -> str:

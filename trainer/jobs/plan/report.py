@@ -31,6 +31,7 @@ class Row:
     compute_s: float
     waiting_s: float  # for others: what does not travel while something is computed, and a pipeline's idle time
     fits: bool
+    divides: bool  # more than the samples
     how: str  # simulated: run on tensors without values; computed: from what another strategy takes
     advice: str  # what to change where it does not fit; empty where it fits
 
@@ -56,6 +57,7 @@ def make_row(
     usages: Sequence[RankUsage],
     batches: BatchSizes,
     device: Device,
+    divides: bool,
     how: str,
 ) -> Row:
     """The row of a strategy, from what its ranks use."""
@@ -74,6 +76,7 @@ def make_row(
         compute,
         waiting,
         fits,
+        divides,
         how,
         "" if fits else _advise_by_kind(largest.peak, batches),
     )
@@ -128,6 +131,7 @@ def row_facts(row: Row) -> dict[str, Any]:
         "compute_s": row.compute_s,
         "waiting_s": row.waiting_s,
         "fits": row.fits,
+        "divides": row.divides,
         "how": row.how,
         "advice": row.advice,
     }

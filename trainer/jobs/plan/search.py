@@ -38,7 +38,9 @@ class Plannable(NamedTuple):
         batches, usages = tried
         words = self.words + (f" loop.micro_batch={batches.largest}" if self.slices else "")
         processes = self.trial.strategy.machine.launch.world_size
-        return make_row(self.candidate.name, words.strip(), processes, usages, batches, device, how)
+        division = self.candidate.division
+        divides = division is None or max(division) > 1
+        return make_row(self.candidate.name, words.strip(), processes, usages, batches, device, divides, how)
 
 
 @dataclass
@@ -64,8 +66,7 @@ class PlanSearch:
         waiting = {words: each for words, each in every.items() if words not in first}
         for words, tried in self._try(first):
             rows[words] = first[words].row(tried, self.device, "simulated")
-            division = first[words].candidate.division
-            if division is not None and max(division) == 1 and len(tried[1]) == 1:
+            if not rows[words].divides and len(tried[1]) == 1:
                 base = Base(tried[1][0], tried[0])
                 sizes = measure_network(network, self.parts.task.plan(network))
                 rows |= {words: self._estimate(each, base, sizes) for words, each in waiting.items()}

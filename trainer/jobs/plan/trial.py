@@ -40,7 +40,6 @@ class RankUsage:
     peak: Peak
     collectives: list[Collective]  # of one step
     seconds: Mapping[str, float]  # of computing, by phase
-    flops: float
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class _StepCounts:
     """What one step sends and computes."""
 
     collectives: list[Collective]
-    flops: float
     seconds: dict[str, float]  # by phase
 
     def extended(self, longer: _StepCounts, times: int) -> _StepCounts:
@@ -56,7 +54,6 @@ class _StepCounts:
         more = {each.key: each for each in longer.collectives}
         return _StepCounts(
             [each.extended(more[each.key], times) for each in self.collectives],
-            self.flops + times * (longer.flops - self.flops),
             {name: took + times * (longer.seconds[name] - took) for name, took in self.seconds.items()},
         )
 
@@ -108,11 +105,11 @@ class StrategyTrial:
             counts: list[_StepCounts] = []
             for number, tried in enumerate(_tried_batches(batches, parallel.interleaves)):
                 self._run_step(parallel, optimizer, tried, number, ledger)
-                counts.append(_StepCounts(traffic.take(), *work.take()))
+                counts.append(_StepCounts(traffic.take(), work.take()))
         # the first step is like no other; of many micro-batches the last two steps tell what one more takes
         step = counts[1] if len(counts) == 2 else counts[1].extended(counts[2], len(batches) - 2)
         collectives = sorted(step.collectives, key=lambda each: -each.wire)
-        return RankUsage(rank, ledger.peak(), collectives, step.seconds, step.flops)
+        return RankUsage(rank, ledger.peak(), collectives, step.seconds)
 
     def _run_step(
         self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger

@@ -42,19 +42,18 @@ _KINDS = {
 
 
 class Work:
-    """The operations and the seconds of a step."""
+    """The operators and the seconds of a step."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._flops, self.operators = 0.0, 0
+        self.operators = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
 
-    def take(self) -> tuple[float, dict[str, float]]:
-        """Operations, and seconds by phase, that have been counted since this was last called."""
-        flops, seconds = self._flops, dict(self._seconds)
-        self._flops = 0.0
+    def take(self) -> dict[str, float]:
+        """Seconds by phase that have been counted since this was last called."""
+        seconds = dict(self._seconds)
         self._seconds.clear()
-        return flops, seconds
+        return seconds
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, phase: str) -> None:
         """Add an operator up."""
@@ -70,7 +69,7 @@ class Work:
         moved = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in touched}.values())
         # one that takes a list of tensors is a kernel for each of them, one after another
         calls = max(1, len(args[0])) if args and isinstance(args[0], list | tuple) and not flops else 1
-        self._flops, self.operators = self._flops + flops, self.operators + calls
+        self.operators += calls
         kind = operator_kind(func, args)
         self._seconds[phase] += calls * self._device.seconds(kind, flops / calls, moved / calls, touched[0].dtype)
 

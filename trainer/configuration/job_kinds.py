@@ -1,0 +1,65 @@
+"""What a composed configuration asks for: which kind of job, and what must be known before it is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.configuration.schema import parse_settings
+from trainer.launch.safe_files import resolve_links
+from trainer.messages import Refusal, expand_home
+
+_TRAINING_JOBS = ("trainer.jobs.fit.Fit", "trainer.verify.job.Verify")
+
+
+def opens_trained_run(cfg: DictConfig) -> bool:
+    """Does the job begin with a checkpoint of a run, and so with that run's configuration?"""
+    return OmegaConf.select(cfg, "job.checkpoint") is not None
+
+
+def is_report_job(cfg: DictConfig) -> bool:
+    """Does the job only read the files of a run? Then nothing is built for it, and torch is not imported."""
+    return cfg.job.get("_target_") == "trainer.jobs.goodput_report.Report"
+
+
+def report_folder(cfg: DictConfig) -> Path:
+    """The folder that the job `report` reads. Refusal where no run is named."""
+    run = parse_settings(cfg).run
+    if run.dir is None and run.name is None:
+        raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
+    return resolve_links(expand_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
+
+
+def is_doctor_job(cfg: DictConfig) -> bool:
+    """Does the job examine where a run would be? Then no part of a run is built for it."""
+    return bool(cfg.job.get("_target_") == "trainer.jobs.doctor.job.Doctor")
+
+
+def examined_folder(cfg: DictConfig) -> Path:
+    """The folder that the job `doctor` examines and writes into: of all runs, or of the one that is named."""
+    run = parse_settings(cfg).run
+    path = run.dir if run.dir is not None else run.root if run.name is None else f"{run.root}/{run.name}"
+    return resolve_links(expand_home(path))
+
+
+def is_verification(cfg: DictConfig) -> bool:
+    """Does the job compare a strategy with one process? Then it leaves the run's own files as they are."""
+    return bool(cfg.job.get("_target_") == "trainer.verify.job.Verify")
+
+
+def open_keys(cfg: DictConfig, processes: int) -> list[str]:
+    """The keys of a training on so many processes that say `auto`, which a plan decides before there is a group."""
+    if opens_trained_run(cfg) or cfg.job.get("_target_") not in _TRAINING_JOBS:
+        return []
+    is_open = {
+        # one process is `single`, whatever a plan says
+        "strategy": processes > 1 and cfg.strategy.get("_target_") == "trainer.strategies.auto.auto",
+        "loop.micro_batch": cfg.loop.micro_batch == "auto",
+    }
+    return [key for key, answer in is_open.items() if answer]
+
+
+def needs_reference(cfg: DictConfig) -> bool:
+    """Is there to be a reference, made by another process?"""
+    return is_verification(cfg) and cfg.job.get("reference") is None and cfg.job.get("record") is None
