@@ -53,11 +53,10 @@ def test_the_cheapest_that_leaves_memory_is_chosen_and_the_second_is_named():
 def test_of_a_device_whose_times_nobody_knows_ddp_is_chosen_where_it_fits():
     ddp, fsdp = row("strategy=ddp", 700, 15), row("strategy=fsdp", 300, 10)
     assert _read_plan(plan(ddp, fsdp), ["strategy"], is_known=False).overrides == ["strategy=ddp"]
-    unmeasured = _read_plan(plan(ddp, fsdp, device="CPU"), ["strategy"], is_known=True)
-    assert unmeasured.overrides == ["strategy=ddp"]
-    assert "job=doctor" in unmeasured.reason
-    measured = _read_plan(plan(ddp, fsdp, device="CPU", doctor="doctor.json"), ["strategy"], is_known=True)
-    assert measured.overrides == ["strategy=fsdp"]
+    measured = plan(ddp, fsdp, device="CPU", doctor="doctor.json")  # on CPUs not by much
+    assert _read_plan(measured, ["strategy"], is_known=True).overrides == ["strategy=ddp"]
+    assert "not sure enough" in _read_plan(measured, ["strategy"], is_known=True).reason
+    assert _read_plan(plan(ddp, fsdp), ["strategy"], is_known=True).overrides == ["strategy=fsdp"]
     # a difference that is smaller than the plan's error is none
     near = _read_plan(plan(row("strategy=ddp", 700, 12), fsdp), ["strategy"], is_known=True)
     assert near.overrides == ["strategy=ddp"]

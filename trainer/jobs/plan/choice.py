@@ -45,7 +45,7 @@ def choose_row(
     if copies := [row for row in ordered if not row["divides"] and row["step_s"] <= (1 + margin) * chosen["step_s"]]:
         chosen = copies[0]
         if chosen is not ordered[0]:
-            why = "what is fastest here is not known before job=doctor" if margin == inf else WITHIN
+            why = "the times of this device are not sure enough to choose by" if margin == inf else WITHIN
     if same_again := [row for row in ordered if row["strategy"] == kept]:
         chosen, why = same_again[0], "the run began with it"
     second = next((row for row in ordered if row is not chosen), None)

@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 
-from trainer.jobs.plan.choice import RowChoice, choose_row
+from trainer.jobs.plan.choice import TIME_ERROR, RowChoice, choose_row
 from trainer.jobs.plan.devices import Device, find_device, with_keys
 from trainer.jobs.plan.measured_device import DoctorFile, describe_doctor, measured_device, read_doctor_file
 from trainer.jobs.plan.plot import plot_plan
@@ -126,7 +127,8 @@ def plan_facts(rows: Sequence[Row], processes: int, device: Device, spare: float
     every = [row_facts(row) for row in rows]
     chosen: RowChoice | None = None
     try:
-        chosen = choose_row([row for row in every if row["processes"] == processes], device.free, spare)
+        margin = inf if device.is_host else TIME_ERROR  # on CPUs times are not sure enough to choose by
+        chosen = choose_row([row for row in every if row["processes"] == processes], device.free, spare, margin)
         why = chosen.reason
     except Refusal as refusal:
         why = str(refusal)
