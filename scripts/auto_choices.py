@@ -49,7 +49,8 @@ def draw_case(generator: random.Random) -> Case:
     processes = generator.choice((2, 3, 4))
     optimizer = generator.choice(("adamw", "sgd"))
     batch = processes * batch * generator.choice((1, 2, 4)) // 2
-    words = [*text.format(width=generator.choice(widths)).split(), f"optimizer={optimizer}"]
+    words = text.format(width=generator.choice(widths)).split()
+    words += [] if text.startswith("experiment=") else [f"optimizer={optimizer}"]  # which has keys of its own
     words += [f"loop.global_batch={batch}"]
     # beside 512 MiB that auto keeps for all else
     return Case(words, processes, STARTED + processes * (512 + generator.choice((200, 400, 600, 900, 1400, 2400))))
