@@ -42,7 +42,8 @@ class PlanComparison:
             # reading of data is in no plan
             spent = sum(watch.laps[phase] for phase in STEP_PHASES if phase != "data")
             self._measured = {"peak": self._peak(), "step_s": spent / watch.measured}
-            self._folder.add_to_environment({"measured": self._measured})
+            with suppress(OSError):  # a full disk, which the log names by itself, must not end a run for two numbers
+                self._folder.add_to_environment({"measured": self._measured})
 
     def lines(self) -> list[str]:
         """How far the plan was off, for people; nothing where there was no plan."""
