@@ -25,6 +25,7 @@ def row(words, peak, ms, how="simulated"):
         "strategy": words.split()[0].removeprefix("strategy="),
         "processes": 4,
         "how": how,
+        "when": "backward",
         "peak": peak * MIB,
         "step_s": ms / 1e3,
         "fits": peak <= 1000,

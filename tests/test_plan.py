@@ -196,6 +196,17 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     assert "fits        nothing fits into 1 MiB a process; nearest: single" in screen
 
 
+def test_an_evaluation_may_take_most(tmp_path: Path) -> None:
+    # an output of 64 samples × 64 tokens × 4,096 numbers, of 16 in a step
+    words = ["data.vocab_size=4096", "loop.global_batch=16", "job.processes=[1]", "job.memory=0.6", "task=language"]
+    facts, screen = plan(tmp_path, *words, network=DECODER)
+    (row,) = facts["rows"]
+    assert row["when"].startswith("evaluation")
+    assert row["peak"] > 64 * 64 * 4096 * 4
+    # which costs nothing to change; what is said to help was tried
+    assert "MiB too many; with loop.eval_batch=16 it fits" in screen
+
+
 def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> None:
     words = [*FOREIGN, "experiment=experts", "job=plan", "job.processes=[1]", "device=cpu", "run.dir=run"]
     copytree(CHECKOUT / "tests/foreign", tmp_path / "foreign")

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from trainer.jobs.goodput_report import format_seconds
+from trainer.jobs.plan.trial import EVALUATION
 from trainer.messages import Refusal
 
 PlanRow = Mapping[str, Any]  # as it stands in plan.json
@@ -49,9 +50,12 @@ def choose_row(
     if same_again := [row for row in ordered if row["strategy"] == kept]:
         chosen, why = same_again[0], "the run began with it"
     second = next((row for row in ordered if row is not chosen), None)
+    evaluates = str(chosen["when"]).startswith(EVALUATION)
     notes = [
         f"{describe_row(chosen)}, of {format_mib(free)} a process, as planned",
         *([] if spacious else [f"less than {100 * spare:g} % of it is left"]),
+        # a plan's reader can change this at no cost
+        *(["most of it in evaluations, where a smaller loop.eval_batch takes less"] if evaluates else []),
         *([why] if why else []),
         *([f"second: {describe_row(second)}"] if second else []),
     ]

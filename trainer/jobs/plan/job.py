@@ -68,7 +68,7 @@ class PlanJob(Job):
             raise Refusal("job=plan tries each strategy in a copy of its process, which this system cannot make (fork)")
         out = plan_folder(parts)
         torch.set_num_threads(1)  # a process that has started threads cannot be copied safely
-        training, _ = read_data_sets(parts)
+        data_sets = read_data_sets(parts)
         doctor = read_doctor_file(self.doctor, expand_home(parts.settings.run.root), self.device)
         if doctor is not None:
             print(f"measured    {describe_doctor(doctor)}")
@@ -78,7 +78,7 @@ class PlanJob(Job):
         device = self.device
         for count in self.counts:
             device = self._measured(doctor, count)
-            search = PlanSearch(parts, training, device, spare, monotonic() + self.seconds)
+            search = PlanSearch(parts, data_sets, device, spare, monotonic() + self.seconds)
             planned = search.run(list(self._candidates(parts, count)), count)
             rows += planned
             refused = search.refused

@@ -10,7 +10,7 @@ from trainer.jobs.batch_sizes import BatchSizes, more_micro_batches
 from trainer.jobs.plan.devices import Device
 from trainer.jobs.plan.ledger import KINDS, Peak
 from trainer.jobs.plan.traffic import Collective
-from trainer.jobs.plan.trial import RankUsage
+from trainer.jobs.plan.trial import EVALUATION, RankUsage
 from trainer.messages import format_count
 
 _MIB = 2**20
@@ -34,6 +34,7 @@ class Row:
     divides: bool  # more than the samples
     how: str  # simulated: run on tensors without values; computed: from what another strategy takes
     advice: str  # what to change where it does not fit; empty where it fits
+    not_evaluated: str  # why evaluations are not in the peak; empty: they are
 
     @property
     def peak(self) -> int:
@@ -79,11 +80,14 @@ def make_row(
         divides,
         how,
         "" if fits else _advise_by_kind(largest.peak, batches),
+        largest.not_evaluated,
     )
 
 
 def _advise_by_kind(peak: Peak, batches: BatchSizes) -> str:
     """What may help, by what most of the memory is for. It has not been tried."""
+    if peak.moment.startswith(EVALUATION):
+        return f"most is needed in evaluations: loop.eval_batch={batches.total}, or less"
     kind = max(peak.by_kind, key=lambda kind: peak.by_kind[kind])
     if kind != "activations":
         return f"most of it is {kind}: more processes, with a strategy that divides them (fsdp, or fsdp_tp)"
@@ -160,7 +164,9 @@ def format_plan_table(rows: Sequence[Row], refused: Mapping[str, str], device: D
         verdict = "yes" if row.fits else f"no: {(row.peak - device.free) / _MIB:,.0f} MiB too many; {row.advice}"
         verdict = verdict if row.how == "simulated" else f"computed: {verdict}"
         lines.append(f"{row.arguments or 'as asked':<{width}} {' '.join(cells)}  {verdict}")
-    return [*lines, *left_out]
+    # the same network and task under every strategy, so one reason is enough
+    without = next((row.not_evaluated for row in rows if row.not_evaluated), "")
+    return [*lines, *([f"left out    evaluations, which cannot be tried: {without}"] if without else []), *left_out]
 
 
 def advise(rows: Sequence[Row], facts: Mapping[str, Any], device: Device) -> list[str]:

@@ -15,7 +15,7 @@ from trainer.jobs.plan.fake_mode import FakeRunMode, make_network
 from trainer.jobs.plan.forks import run_forked
 from trainer.jobs.plan.report import Row, make_row
 from trainer.jobs.plan.slices import Tried, find_largest_slice, possible_slices
-from trainer.jobs.plan.trial import StrategyTrial, try_ranks
+from trainer.jobs.plan.trial import EVALUATION, StrategyTrial, try_ranks
 from trainer.jobs.preparation import seeded_network
 from trainer.jobs.run_parts import RunParts
 from trainer.messages import Refusal, first_line
@@ -48,7 +48,7 @@ class PlanSearch:
     """Plans for one number of processes."""
 
     parts: RunParts
-    training: Any  # the training set
+    data_sets: tuple[Any, Any]  # the training and the evaluation set
     device: Device
     spare: float  # part of the memory that a slice leaves
     deadline: float  # of the monotonic clock: nothing is tried after it
@@ -93,7 +93,7 @@ class PlanSearch:
             except Refusal as refusal:
                 self.refused[candidate.arguments] = first_line(refusal)
                 continue
-            trial = StrategyTrial(self.parts, self.training, candidate.strategy, batches, self.device)
+            trial = StrategyTrial(self.parts, *self.data_sets, candidate.strategy, batches, self.device)
             yield Plannable(candidate, words, trial, slices)
 
     def _try(self, plannable: Mapping[str, Plannable]) -> Iterator[tuple[str, Tried]]:
@@ -127,7 +127,10 @@ class PlanSearch:
         fitting = min((row for row in rows.values() if row.fits), key=lambda row: row.step_s, default=None)
         if fitting is not None:
             rows.update({words: replace(rows[words], advice=f"{fitting.arguments} fits") for _, words in misfits})
-        functions = {words: partial(find_remedy, every[words], self.device.free) for _, words in misfits[:MAX_REMEDIES]}
+        functions = {
+            words: partial(find_remedy, every[words], self.device.free, rows[words].at_peak.moment)
+            for _, words in misfits[:MAX_REMEDIES]
+        }
         for words, remedy in run_forked(functions, self._at_once, self.deadline):
             if isinstance(remedy, str):
                 rows[words] = replace(rows[words], advice=remedy)
@@ -164,9 +167,19 @@ def _try_candidate(each: Plannable, limit: float) -> Tried:
     return each.trial.batches, try_ranks(each.trial)
 
 
-def find_remedy(each: Plannable, limit: float) -> str | None:
-    """In a process of its own: which smaller slices, or recomputing, make a strategy fit; None: neither."""
+def find_remedy(each: Plannable, limit: float, moment: str) -> str | None:
+    """In a process of its own: which smaller slices, or recomputing, make a strategy fit; None: neither.
+
+    moment: when it holds most. Evaluations take less in smaller batches, and nothing that is computed changes.
+    """
     whole, strategy = each.trial.batches, each.trial.strategy
+    if moment.startswith(EVALUATION):
+        settings = each.trial.run.settings
+        loop = replace(settings.loop, eval_batch=whole.total)
+        trial = replace(each.trial, run=replace(each.trial.run, settings=replace(settings, loop=loop)))
+        peak = max(usage.peak.bytes for usage in try_ranks(trial))
+        if peak <= limit:
+            return f"with loop.eval_batch={whole.total} it fits ({peak / 2**20:,.0f} MiB)"
     slices = [batches for batches in possible_slices(whole, strategy, 1) if batches.largest < whole.largest]
     recomputing = replace(each.trial, strategy=replace(strategy, activation_checkpointing="units"))
     for words, trial, batches in (

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from trainer.data.dataset_reader import LoaderOptions
-from trainer.data.loader import Batch, TrainLoader
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.nested_tensors import map_tensors, slice_rows
-from trainer.data.sampler import RankSampler
-from trainer.jobs.batch_sizes import BatchSizes
+from trainer.data.sampler import RankSampler, dataset_size
+from trainer.jobs.batch_sizes import BatchSizes, evaluation_batch_size
 from trainer.jobs.plan.devices import DEVICES, Device
 from trainer.jobs.plan.fake_mode import FakeRunMode, make_network, torch_without_values
 from trainer.jobs.plan.forks import run_forked
@@ -24,12 +25,14 @@ from trainer.jobs.plan.work import Work
 from trainer.jobs.preparation import prepare_network
 from trainer.jobs.run_parts import RunParts
 from trainer.learning.optimizer import parameter_groups
+from trainer.messages import first_line
 from trainer.parallel.fake_group import FakeGroup, NotYetSent
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
 # Micro-batches of a step that is tried whole. Of more, two and three are tried: all in the middle are alike.
 MOST_MICRO_BATCHES = 3
+EVALUATION = "evaluation"  # the phase after the steps
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class RankUsage:
     peak: Peak
     collectives: list[Collective]  # of one step
     seconds: Mapping[str, float]  # of computing, by phase
+    not_evaluated: str = ""  # why evaluations are not in the peak; empty: they are, or there are none
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class StrategyTrial:
 
     run: RunParts
     training: Any  # the training set
+    evaluation: Any  # the evaluation set; None: there is none
     strategy: Strategy
     batches: BatchSizes
     device: Device
@@ -85,9 +90,11 @@ class StrategyTrial:
         mode, traffic, work = FakeRunMode(), Traffic(self.device.per_machine), Work(self.device)
         traffic.register_groups(strategy.groups())
         ledger = Ledger(mode, traffic, work, on_cpu=self.device.name == DEVICES["cpu"].name)
-        batches = self._read_batches()  # before the mode: data sets and transforms need values
+        # before the mode: data sets and transforms need values
+        batches, evaluated = self._read_batches(), self._read_evaluation_batch()
         with mode, torch_without_values(), ledger:
             batches = [_without_values(batch, mode) for batch in batches]
+            evaluated = [_without_values(batch, mode) for batch in evaluated]
             # build what fit builds, in the same order, with a network that has shapes and no values
             run = replace(self.run, strategy=strategy, machine=strategy.machine)
             run.make_network = partial(make_network, self.run.make_network, mode)
@@ -106,10 +113,12 @@ class StrategyTrial:
             for number, tried in enumerate(_tried_batches(batches, parallel.interleaves)):
                 self._run_step(parallel, optimizer, tried, number, ledger)
                 counts.append(_StepCounts(traffic.take(), work.take()))
+            ledger.phase = EVALUATION  # of a larger batch, so it may be what takes most
+            not_evaluated = "; ".join(_evaluate(parallel, batch) for batch in evaluated)
         # the first step is like no other; of many micro-batches the last two steps tell what one more takes
         step = counts[1] if len(counts) == 2 else counts[1].extended(counts[2], len(batches) - 2)
         collectives = sorted(step.collectives, key=lambda each: -each.wire)
-        return RankUsage(rank, ledger.peak(), collectives, step.seconds)
+        return RankUsage(rank, ledger.peak(), collectives, step.seconds, not_evaluated)
 
     def _run_step(
         self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger
@@ -124,17 +133,40 @@ class StrategyTrial:
     def _read_batches(self) -> list[Batch]:
         """The micro-batches of one rank's first step, with values; of the samples only the shapes matter."""
         share = self.batches.total // self.batches.ranks  # samples of one rank in a step
-        # as the only rank, so that a data set smaller than the global batch of 1,024 ranks is enough
-        sampler = RankSampler(0, 1, self.strategy.machine.torch_device, self.run.settings.seed)
         loader = TrainLoader(
-            self.run.data, self.training, sampler, share, self.batches.micro_batches, LoaderOptions(workers=0)
+            self.run.data, self.training, self._sampler, share, self.batches.micro_batches, LoaderOptions(workers=0)
         )
-        ranks, total = self.batches.ranks, self.batches.total
-        # spans are those of the global batch, because a loss is divided by all of its samples
-        return [
-            batch._replace(span=range(batch.span.start * ranks, batch.span.stop * ranks), total=total)
-            for batch in next(loader.epoch(0))
-        ]
+        return [self._of_all_ranks(batch, self.batches.total) for batch in next(loader.epoch(0))]
+
+    def _read_evaluation_batch(self) -> list[Batch]:
+        """The largest micro-batch of one rank's evaluations, with values; nothing where nothing is evaluated."""
+        if self.evaluation is None:
+            return []
+        total = min(evaluation_batch_size(self.run.settings.loop), dataset_size(self.evaluation))
+        share, options = -(-total // self.batches.ranks), LoaderOptions(workers=0)
+        loader = EvalLoader(self.run.data, self.evaluation, self._sampler, share, self.batches.micro_batches, options)
+        batch, _ = next(loader.batches([0]))
+        return [self._of_all_ranks(batch, total)]
+
+    @property
+    def _sampler(self) -> RankSampler:
+        """That of an only rank, so that a data set smaller than the global batch of 1,024 ranks is enough."""
+        return RankSampler(0, 1, self.strategy.machine.torch_device, self.run.settings.seed)
+
+    def _of_all_ranks(self, batch: Batch, total: int) -> Batch:
+        """A rank's batch with the span of the global one, because a loss is divided by all of its samples."""
+        ranks = self.batches.ranks
+        return batch._replace(span=range(batch.span.start * ranks, batch.span.stop * ranks), total=total)
+
+
+def _evaluate(parallel: ParallelModel, batch: Batch) -> str:
+    """Evaluate a micro-batch; why it failed: a metric may read values, which there are none of."""
+    try:
+        with torch.no_grad():
+            parallel.evaluate(batch, len(batch.indices))
+    except Exception as error:  # of the user's task; training can be planned without it
+        return first_line(error)
+    return ""
 
 
 def _tried_batches(batches: list[Batch], interleaves: bool) -> list[list[Batch]]:
