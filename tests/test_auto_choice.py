@@ -155,6 +155,7 @@ def test_a_resume_keeps_what_was_chosen_unless_it_no_longer_fits(capped, tmp_pat
 SLICED = ("device=cpu", "model=vit_tiny", "model.depth=4", "loop.global_batch=512", "loop.micro_batch=auto", "log=[]")
 
 
+@pytest.mark.long
 def test_the_largest_micro_batch_that_fits_is_chosen_and_the_curve_stays(capped, tmp_path):
     words = [*SLICED, "processes=2", "strategy=fsdp", "loop.steps=4", "loop.log_every=1", "loop.eval_every=null"]
     curves, slices = [], []
@@ -181,6 +182,7 @@ class Crowded(Digits):
 """
 
 
+@pytest.mark.long
 def test_the_rank_with_the_least_memory_decides_for_all_and_one_that_runs_out_ends_the_run(tmp_path):
     lab = tmp_path / "lab"
     (lab / "conf/data").mkdir(parents=True)

@@ -318,6 +318,7 @@ def lockless(launch: Launch, place: Path) -> int:
         return product(launch, place, list(QUICK))
 
 
+@pytest.mark.long
 def test_a_folder_without_locks_is_an_error(processes: Any, tmp_path: Path) -> None:
     assert processes.run(2, lockless, tmp_path) == [1, 1]
     assert [error["what"].split(":")[0] for error in errors(tmp_path / "runs")] == [

@@ -101,7 +101,8 @@ def traced(launch: Launch, place: Path, arguments: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("size", "strategies", "network"),
     [
-        (2, "ddp,zero1,fsdp,tp,pp", TRANSFORMER),
+        (2, "zero1,fsdp", TRANSFORMER),
+        pytest.param(2, "ddp,tp,pp", TRANSFORMER, marks=pytest.mark.long),
         pytest.param(4, "hsdp,ddp_tp,fsdp_tp,ddp_pp,fsdp_pp", TRANSFORMER, marks=pytest.mark.long),
         pytest.param(4, "cp,ddp_cp,fsdp_cp", DECODER, marks=pytest.mark.long),
     ],

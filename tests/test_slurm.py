@@ -94,6 +94,7 @@ def undisturbed(folder: Path) -> None:
     assert curve(folder) == pytest.approx(curve(folder.parent / "alone"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_smoke_test_works(cluster: Cluster, place: Path) -> None:
     number = cluster.submit(place, "--mem=1G", str(SCRIPTS / "smoke.sbatch"))
     assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
