@@ -80,11 +80,24 @@ def test_a_train_job_fits_its_runtime() -> None:
     assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert replicated["template"]["spec"]["backoffLimit"] == 0  # one pod alone is never started again
     trainer = job["spec"]["trainer"]
-    assert str(trainer["numProcPerNode"]) == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    # as many processes as a pod has GPUs: Trainer counts them itself
+    assert "numProcPerNode" not in trainer
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     assert trainer["command"] == ["entrypoint"]
     selector = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]}}
     assert network["spec"]["podSelector"] == network["spec"]["ingress"][0]["from"][0]["podSelector"] == selector
     parse_settings(compose(trainer["args"]))
+
+
+def test_a_task_of_skypilot() -> None:
+    task = yaml.safe_load((ROOT / "scripts/skypilot.yaml").read_text())
+    assert task["num_nodes"] > 1
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]  # stopped as requested, and saved
+    before, _, words = task["run"].replace("\\\n", " ").strip().partition("scripts/kubernetes/entrypoint ")
+    assert before.splitlines()[-1] == "sh "
+    settings = parse_settings(compose(shlex.split(words)))
+    assert settings.run.dir.startswith("/runs/")
+    assert set(task["volumes"]) == {"/runs"}
 
 
 def test_a_pytorch_job() -> None:

@@ -23,7 +23,7 @@ from tests.inside import here
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.records import experiment_trackers
-from trainer.records.experiment_trackers import ServiceSink
+from trainer.records.experiment_trackers import ServiceSink, require_package
 from trainer.records.metrics_files import CSV, MetricsFile
 from trainer.records.metrics_reader import read_lines_backwards
 from trainer.records.sinks import Log, Sink
@@ -199,7 +199,7 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "nowhere_installed").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Refusal, match="needs the package nowhere_installed"):
-        ServiceSink("nowhere_installed")
+        require_package("nowhere_installed")
 
 
 # ------------------------------------------------------------------------------------------------ Weights & Biases

@@ -9,7 +9,7 @@ from time import monotonic
 from trainer.launch.rank_output import append_to_log, log_path
 from trainer.launch.safe_files import disk_full_error
 from trainer.messages import format_duration, format_number
-from trainer.records.sinks import Line, Sink, measured_values
+from trainer.records.sinks import Line, RemainingTime, Sink, measured_values
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
 
@@ -18,13 +18,12 @@ class Console(Sink):
     """Progress on the screen. No thread, no captured output, no hidden cursor: a debugger's prompt works in between."""
 
     def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None  # step and clock of the first line
         self._stands = False  # a progress line, on the terminal
         self._drawn = 0.0  # when, by the clock
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """Where the run is going."""
-        self._steps, self._epochs = steps, epochs
+        self._steps, self._epochs, self._remaining = steps, epochs, RemainingTime(steps)
 
     def say(self, fact: str) -> None:
         """Print a sentence; a progress line gives way to it."""
@@ -33,7 +32,7 @@ class Console(Sink):
 
     def train(self, line: Line) -> None:
         """Print where training is, or redraw it on a terminal."""
-        words = format_training_line(line, self._steps, self._epochs, self._left(line))
+        words = format_training_line(line, self._steps, self._epochs, self._remaining.seconds(line))
         # a log file of Slurm or Kubernetes: a line each, nothing is redrawn
         if not _is_terminal():
             self.say(words)
@@ -68,16 +67,6 @@ class Console(Sink):
             screen.print(row, end="")
         _write(_CLEAR + drawn.get().rstrip())
         self._stands, self._drawn = True, monotonic()
-
-    def _left(self, line: Line) -> float | None:
-        """Seconds to the end at the pace so far, evaluations and saves included."""
-        step, now = int(line["step"]), monotonic()
-        # from the first line on: the first steps take longer than all others
-        if self._first is None:
-            self._first = (step, now)
-        first, since = self._first
-        pace = (now - since) / (step - first) if step > first else line["step_s"]
-        return None if self._steps is None else max(self._steps - step, 0) * pace
 
 
 class LogFile(Sink):

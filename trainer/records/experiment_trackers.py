@@ -36,14 +36,6 @@ class ServiceSink(Sink):
     """Calls to a service, one after the other in a thread of their own; of those that fail the first is told."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of the package that speaks to it, and of the extra that brings that. Refusal where it is missing."""
-        # looked for and not imported, which takes seconds and concerns the main rank alone; a folder of that name in
-        # the present one, such as wandb leaves, is no package
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:
-            raise Refusal(
-                f"log=[{name}] needs the package {name}: pip install -e '.[{name}]'; or leave {name} out: log=[console]"
-            )
         self._name, self._told = name, False
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -91,7 +83,7 @@ class WandB(ServiceSink):
 
     def __init__(self, project: str | None = None, entity: str | None = None) -> None:
         """`project` and `entity` (a person or a team): None: as WANDB_PROJECT and WANDB_ENTITY say."""
-        super().__init__("wandb")
+        super().__init__(require_package("wandb"))
         self._project, self._entity = project, entity
         self._run: Run | None = None
 
@@ -182,6 +174,18 @@ def _finish_run(run: Run, state: str) -> None:
     run.finish(exit_code=0 if state == "completed" else 1)
 
 
+def require_package(name: str) -> str:
+    """The name of a package, and of the extra that brings it. Refusal where it is missing."""
+    # looked for and not imported, which takes seconds and concerns the main rank alone; a folder of that name in
+    # the present one, such as wandb leaves, is no package
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise Refusal(
+            f"log=[{name}] needs the package {name}: pip install -e '.[{name}]'; or leave {name} out: log=[console]"
+        )
+    return name
+
+
 _STATES = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 _MAX_WAITING = 10_000  # lines that wait for a server which does not answer; older ones are left out
 
@@ -191,7 +195,7 @@ class MLflow(ServiceSink):
 
     def __init__(self, experiment: str | None = None) -> None:
         """`experiment`: the name of the one that the run belongs to; None: as MLflow's own variables say."""
-        super().__init__("mlflow")
+        super().__init__(require_package("mlflow"))
         self._experiment = experiment
         self._remote: _RemoteRun | None = None
 

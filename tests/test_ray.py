@@ -1,0 +1,35 @@
+"""Under Ray Train, on a real cluster of this machine: a worker is killed, and the run ends as if it had not been."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ROOT, SMALL, Command, curve, finish, lines, single, status
+
+RUN = [*SMALL, "strategy=ddp", "device=cpu", "loop.epochs=8", "loop.save_every=1ep", "log=[]"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_killed_worker_costs_the_run_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    finish(single(*RUN, "processes=2", "run.dir=undisturbed"), tmp_path)
+    folder = tmp_path / "disturbed"
+    script = [sys.executable, str(ROOT / "scripts/ray_train.py"), "--workers", "2", "--storage", str(tmp_path / "ray")]
+    # Ray's sockets lie below its folder, and their paths may have 107 letters at most
+    command = Command([*script, *RUN, f"run.dir={folder}"], tmp_path, {"RAY_TMPDIR": "/tmp", "TMPDIR": "/tmp"})
+    command.wait_for_step(folder, 11)  # the first epoch is over
+    os.kill(int(status(folder)["pid"]), signal.SIGKILL)
+    ended = command.end()
+    assert ended.code == 0, ended.screen
+    assert len((folder / "starts.jsonl").read_text().splitlines()) == 2
+    assert curve(folder) == curve(tmp_path / "undisturbed")
+    # Ray has the last evaluation, and the last checkpoint
+    last = lines(folder, "eval")[-1]
+    assert f"ray         {last}" in ended.screen
+    (copy,) = (tmp_path / "ray").glob("*/checkpoint_*/manifest.json")
+    assert json.loads(copy.read_text())["step"] == last["step"]
