@@ -12,7 +12,7 @@ import pytest
 from tests.commands import SMALL
 from tests.inside import here
 from trainer.records import kubeflow_status
-from trainer.records.kubeflow_status import TOKEN_FILE, SERVER_URL
+from trainer.records.kubeflow_status import SERVER_URL, TOKEN_FILE
 
 Posts = list[tuple[str, dict[str, Any]]]  # the token, and what was posted
 
