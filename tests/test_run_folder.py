@@ -57,7 +57,7 @@ class Stored(Launch):
 
 def open_folder(root, name=None, dir=None, resume="auto", launch=None):
     return RunFolder.open(
-        str(root), name, None if dir is None else str(dir), resume, launch or Launch(), "cnn_ddp", lambda _: None
+        str(root), name, None if dir is None else str(dir), resume, None, launch or Launch(), "cnn_ddp", lambda _: None
     )
 
 
@@ -139,7 +139,7 @@ import sys
 from trainer.records import run_folder as folder_module
 from trainer.records.run_folder import RunFolder
 from trainer.launch.rendezvous import Launch
-folder = RunFolder.open(sys.argv[1], "a", None, "auto", Launch(), "", lambda _: None)
+folder = RunFolder.open(sys.argv[1], "a", None, "auto", None, Launch(), "", lambda _: None)
 print("locked", "torch" in sys.modules, flush=True)
 sys.stdin.read()
 """

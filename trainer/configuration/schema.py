@@ -107,6 +107,7 @@ class Checkpoint:
     keep: Count
     best: NonEmpty | None
     asynchronous: bool
+    mirror: NonEmpty | None  # a URL
     on_error: Literal["warn", "stop"]
 
 

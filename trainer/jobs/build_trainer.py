@@ -27,6 +27,7 @@ from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import FINITE_FACT, RESUME_KEYS
+from trainer.records.checkpoint.mirror import CheckpointMirror, NoMirror
 from trainer.records.checkpoint.writer import AsyncSaver, SyncSaver
 from trainer.records.profiler import NoProfiler, StepProfiler
 from trainer.records.resume_rules import parse_config
@@ -36,8 +37,16 @@ from trainer.strategies.parallel_model import ParallelModel
 _ALLOWED_FAILURES = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
 
+def make_mirror(run: PreparedRun) -> NoMirror:
+    """What copies the run's checkpoints elsewhere: on the main rank, where a URL says where."""
+    options, folder = run.settings.checkpoint, run.folder.path
+    if options.mirror is None or not run.machine.launch.is_main:
+        return NoMirror()
+    return CheckpointMirror(options.mirror, folder.name, folder / "checkpoints", options.keep, run.best_metric)
+
+
 def make_checkpoints(
-    run: PreparedRun, async_saver: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver
+    run: PreparedRun, mirror: NoMirror, async_saver: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver
 ) -> CheckpointManager:
     """The checkpoints of the run's folder. async_saver: what writes them where training goes on meanwhile."""
     best, strategy = run.best_metric, run.strategy
@@ -46,7 +55,7 @@ def make_checkpoints(
     path, world, options = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
     saver = async_saver(world, strategy.machine.timeout) if options.asynchronous else SyncSaver(world)
     return CheckpointManager(
-        path, world, options.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[options.on_error], saver
+        path, world, options.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[options.on_error], saver, mirror
     )
 
 

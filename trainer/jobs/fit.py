@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from trainer.data.class_renumbering import read_class_names
-from trainer.jobs.build_trainer import make_checkpoints, make_trainer
+from trainer.jobs.build_trainer import make_checkpoints, make_mirror, make_trainer
 from trainer.jobs.doctor.host_facts import software_versions
 from trainer.jobs.out_of_memory import give_back_freed_memory, is_memory_tight, keep_freed_memory, memory_advice
 from trainer.jobs.plan_comparison import PlanComparison, planned_row
@@ -73,11 +73,12 @@ class Fit(Job):
         # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a
         # request to stop must be kept until the loop can hear it
         with (
+            make_mirror(run) as mirror,  # around all else: no rank waits while the last checkpoint is copied
             StopRequest(launch, folder) as stop,
             failures_reported(run, progress, log),
             make_watchdog(launch, folder, stop, lambda: run.strategy.pulse(progress.step)),
             run.strategy,
-            make_checkpoints(run) as checkpoints,
+            make_checkpoints(run, mirror) as checkpoints,
         ):
             start = checkpoints.newest() or open_start(run)
             # the folder's own files change only now, when it is sure that there is something to go on from

@@ -31,6 +31,7 @@ from trainer.learning.parameter_patterns import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_task_parameters
 from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
+from trainer.records.checkpoint.remote_copies import refuse_unknown_url
 from trainer.records.profiler import refuse_profile_window
 from trainer.records.sinks import implements
 
@@ -50,7 +51,8 @@ def prepare(run: RunParts) -> PreparedRun:
     Refusal where something is not there, does not divide evenly, or does not fit together.
     """
     settings, loop, launch = run.settings, run.settings.loop, run.machine.launch
-    # what needs numbers alone is refused before a data set is downloaded
+    # what needs numbers and names alone is refused before a data set is downloaded
+    refuse_unknown_url(settings.checkpoint.mirror)
     ranks = prepare_process(run)
     batches = divide_batch(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
     run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)

@@ -64,7 +64,8 @@ def decide_resume(run: PreparedRun) -> ResumeDecision:
     checkpoint = peek_checkpoint(folder.path)
     if not has_checkpoint(folder.path) or (before := last_configuration(folder, checkpoint)) is None:
         return ResumeDecision(precision)
-    environment = folder.read_previous("environment.json") or {}
+    # a folder that was copied back from a mirror has only the checkpoint, which says the same
+    environment = folder.read_previous("environment.json") or (checkpoint.state if checkpoint else {})
     # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
     refuse_other_network(folder.path, checkpoint, run.network, run.configuration)
     # runs from before there was the key began without

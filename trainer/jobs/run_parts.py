@@ -178,7 +178,13 @@ def assemble(
         make_optimizer=make_optimizer,
         spare_vectors=spare_vectors,
         sinks=[instantiate(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
-        open_folder=partial(RunFolder.open, run.root, run.name, run.dir, run.resume, machine.launch, label),
+        open_folder=partial(
+            RunFolder.open,
+            *(run.root, run.name, run.dir, run.resume),
+            settings.checkpoint.mirror,
+            machine.launch,
+            label,
+        ),
         data=data,
         make_network=lambda: instantiate(cfg.model, nn.Module, "model", names),
     )

@@ -31,6 +31,7 @@ from trainer.launch.safe_files import (
 from trainer.launch.store_collectives import broadcast_from_main, run_on_all_ranks
 from trainer.launch.typed_values import DamagedFile, read_yaml
 from trainer.messages import Refusal, expand_home
+from trainer.records.checkpoint.copies import NoCopies
 from trainer.records.folder_lock import lock_folder, lock_holder, unlock_folder
 from trainer.records.resume_rules import has_checkpoint, resolve_resume_path
 from trainer.records.start_files import ConfigFields, EnvironmentFields
@@ -62,14 +63,17 @@ class RunFolder:
         name: str | None,
         dir: str | None,
         resume: str,
+        mirror: str | None,
         launch: Launch,
         label: str,
         check: Callable[[Path | None], None],
     ) -> RunFolder:
         """Decide on the folder, make it and lock it. Every rank calls it, the main one decides; Refusal on all.
 
+        Where `mirror`, a URL, has a later checkpoint of this run, it is copied back.
+
         A name is generated where none is given, from the time and `label`. `resume` is auto, fresh or a path: that, or
-        None, `check` may refuse before anything is made, unless the folder has a checkpoint of its own to go on from.
+        None, `check` may refuse before anything is made, unless there is a checkpoint of the run's own to go on from.
         """
 
         def decide() -> RunFolder:
@@ -84,11 +88,17 @@ class RunFolder:
                 path, restarted = choose_path(expand_home(root), name, dir, label, launch)
                 # who was started again re-enters the folder that it has made itself
                 fresh = resume == "fresh" and not restarted and not launch.requeued
-                if fresh or not has_checkpoint(path):
+                copies = _open_copies(mirror, path.name)
+                if fresh:
+                    copies.refuse_leftovers()
+                if fresh or not (has_checkpoint(path) or not copies.is_empty()):
                     check(start)
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
-            return _open_locked(path, _lock_fresh if fresh else lock_folder)
+            folder = _open_locked(path, _lock_fresh if fresh else lock_folder)
+            if not fresh:
+                copies.restore_newer(folder.path / "checkpoints")
+            return folder
 
         return cls._decide_together(launch, decide)
 
@@ -180,6 +190,15 @@ class RunFolder:
         if self._lock is not None:
             unlock_folder(self._lock)
             self._lock = None
+
+
+def _open_copies(url: str | None, run: str) -> NoCopies:
+    """The copies of a run's checkpoints below this URL; None: there is no mirror."""
+    if url is None:
+        return NoCopies()
+    from trainer.records.checkpoint.remote_copies import RemoteCopies  # here: with torch
+
+    return RemoteCopies(url, run)
 
 
 def refuse_unwritable(root: str, name: str | None, dir: str | None, launch: Launch) -> None:

@@ -29,6 +29,7 @@ from trainer.learning.intervals import Interval, Trigger
 from trainer.loop.evaluation import evaluate_batches
 from trainer.loop.progress import Progress
 from trainer.parallel.ranks import Ranks
+from trainer.records.checkpoint.mirror import NoMirror
 from trainer.records.checkpoint.store import remove_checkpoint
 from trainer.records.checkpoint.writer import AsyncSaver, checkpoint_path
 from trainer.records.run_folder import RunFolder
@@ -108,7 +109,7 @@ def train_and_record(
     def is_read() -> bool:
         return follows and trainer.progress.step == end  # the next part goes on from there
 
-    with make_checkpoints(run, partial(DeferredSaver, is_read=is_read)) as checkpoints:
+    with make_checkpoints(run, NoMirror(), partial(DeferredSaver, is_read=is_read)) as checkpoints:
         # saves when they are due alone: after better figures, what a save changes would look like the evaluation's
         vars(checkpoints)["is_best"] = lambda figures: False
         for part, end in enumerate(ends, 1):

@@ -20,6 +20,7 @@ from torch import Tensor
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import fingerprints
 from trainer.records.checkpoint.manifest import CheckpointInfo, CorruptCheckpoint
+from trainer.records.checkpoint.mirror import NoMirror
 from trainer.records.checkpoint.save_plan import SavePlanner
 from trainer.records.checkpoint.store import (
     NO_LINKS,
@@ -66,12 +67,14 @@ class CheckpointManager:
         required_state: Collection[str] = (),
         max_failures: int = 0,
         saver: SyncSaver | None = None,
+        mirror: NoMirror | None = None,
     ):
         self.required_state = required_state  # what the state of one that is gone on from must say
         self._max_failures = max_failures  # failed saves in a row that a run goes on after
         self._failures: list[str] = []  # of the last saves, since one succeeded
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
         self._saver, self._planner = saver or SyncSaver(ranks), SavePlanner(ranks)
+        self._mirror = mirror or NoMirror()
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
         # where the frozen tensors lie already; where they will, with the save under way
         self._frozen_source = self._next_frozen_source = NO_SOURCE
@@ -150,6 +153,7 @@ class CheckpointManager:
                 for path in select_surplus(list_complete(self.folder, self._rejected), self.keep, self.best):
                     if path != new_path:
                         remove_checkpoint(path)
+            self._mirror.update()
 
     def failed(self) -> bool:
         """Has the save under way failed, as this rank knows? Then all must hear of it, and call `finish_save`."""
@@ -205,6 +209,8 @@ class CheckpointManager:
         self._rejected = set(rejected)
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best
         others = list_complete(self.folder, self._rejected) if self.ranks.is_main else []
+        if self.ranks.is_main:
+            self._mirror.update()  # what an earlier start has left half copied
         best_rank = max(
             (metric_rank(manifest.metrics, self.best) for manifest in others), default=(-math.inf, -math.inf)
         )
