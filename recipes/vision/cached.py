@@ -13,12 +13,17 @@ from trainer.messages import Refusal
 _PATIENCE = 5.0  # seconds for a silent server
 
 
+def cache_folder() -> Path:
+    """Where a user's processes keep what they need not make or download twice."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+
+
 def cached(name: str, files: Iterable[Path], download: Callable[[Path], None], remedy: str) -> Path:
     """The folder of downloads, with these files in it: the first process that comes calls `download(folder)`.
 
     files: as they lie in that folder. Refusal with the remedy where they cannot be had.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+    cache = cache_folder()
     wanted = [cache / file for file in files]
     try:
         cache.mkdir(parents=True, exist_ok=True)

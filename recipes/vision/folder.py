@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from hashlib import sha256
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
-from zlib import crc32
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from recipes.vision.augment import Augment
-from recipes.vision.decode import ENDINGS, Windows
+from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
+from recipes.vision.listing import Listing, list_pictures
 from trainer.messages import Refusal, escape_line, expand_home
 
 _SHOWN = 5  # names of classes in a line
 _SIZES = 64  # files that are asked for their size: each is a request to a file server
 _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")  # what people call parts of a set
 _EVALUATION = ("val", "validation", "valid", "test")
-
-Files = list[tuple[int, str]]  # class numbers, paths
 
 
 class ImageFolder(DecodedPictures):
@@ -84,29 +81,28 @@ class ImageFolder(DecodedPictures):
             raise Refusal(
                 f"data.num_classes={self.num_classes}, but {self._train} has {len(self.class_names)} folders of classes"
             )
-        files = _listed(self._train, self.class_names)
+        listing = list_pictures(self._train, self.class_names)
         if self._val is None:
-            split = _held_out(files, self._held_out)
-        else:
-            strange = set(_classes(self._val)) - set(self.class_names)
-            if strange:
-                names = ", ".join(map(escape_line, sorted(strange)[:5]))
-                raise Refusal(f"{self._val} has classes that {self._train} has not: {names}")
-            split = {True: files, False: _listed(self._val, self.class_names)}
-        return {training: Paths(part, self._root) for training, part in split.items() if part}
+            split = _held_out(listing, self._held_out)
+            return {training: Paths(listing, part, self._root) for training, part in split.items() if len(part)}
+        strange = set(_classes(self._val)) - set(self.class_names)
+        if strange:
+            names = ", ".join(map(escape_line, sorted(strange)[:5]))
+            raise Refusal(f"{self._val} has classes that {self._train} has not: {names}")
+        listings = {True: listing, False: list_pictures(self._val, self.class_names)}
+        return {key: Paths(every, numpy.arange(len(every.ends)), self._root) for key, every in listings.items()}
 
     def _sources(self, training: bool) -> Paths:
         return self._paths[training]
 
 
 class Paths:
-    """The files of pictures below a folder, and their labels."""
+    """Some files of a listing, and their labels."""
 
-    def __init__(self, files: Files, root: Path) -> None:
-        labels, paths = zip(*files, strict=True)
-        self.labels = torch.tensor(labels)  # (N,)
-        # one array: of a list every worker would in time hold a copy, as looking at an object writes to its memory
-        self._paths, self._root = numpy.array([os.fsencode(path) for path in paths]), root
+    def __init__(self, listing: Listing, indices: NDArray[numpy.int64], root: Path) -> None:
+        self._listing, self._indices, self._root = listing, indices, root  # indices: (N,) of the listing, ascending
+        labels = numpy.arange(len(listing.counts)).repeat(listing.counts)
+        self.labels = torch.from_numpy(labels[indices])  # (N,)
 
     def source(self, at: int) -> str:
         """The path."""
@@ -114,15 +110,20 @@ class Paths:
 
     def name(self, at: int) -> str:
         """The path."""
-        return os.fsdecode(bytes(self._paths[at]))
+        return os.fsdecode(os.path.join(self._listing.folder, self._listing.name(self._indices[at])))
 
     def fingerprint(self) -> str:
-        """From all names below the folder, classes among them, and the sizes of some files."""
-        size, above = len(self._paths), len(os.fsencode(self._root))
-        found = sha256(b"\n".join(path[above:] for path in self._paths.tolist()))
+        """From all names below the root, classes among them, and the sizes of some files."""
+        size, above = len(self._indices), len(os.fsencode(self._root))
+        prefix = os.path.join(self._listing.folder, b"")[above:]
+        found, between = sha256(), b""
+        for start in range(0, size, 4096):
+            part = self._indices[start : start + 4096]
+            found.update(between + b"\n".join(prefix + self._listing.name(at) for at in part))
+            between = b"\n"
         for at in range(0, size, -(-size // _SIZES)):
             with suppress(OSError):  # a link to nothing, which decoding will meet
-                found.update(str(os.path.getsize(self._paths[at])).encode())
+                found.update(str(os.path.getsize(self.name(at))).encode())
         return found.hexdigest()[:16]
 
 
@@ -144,52 +145,18 @@ def _wanted() -> str:
     return "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or ROOT/CLASS/*.jpg"
 
 
-def _listed(folder: Path, classes: Sequence[str]) -> Files:
-    """The pictures of each class, those in its subfolders too, sorted. Refusal where a class has none."""
-    files: Files = []
-    for number, name in enumerate(classes):
-        pictures = [(number, path) for path in sorted(_below(folder / name)) if path.lower().endswith(ENDINGS)]
-        if not pictures:
-            what = "has no pictures" if (folder / name).is_dir() else "is not there: a class of the training pictures"
-            raise Refusal(f"{escape_line(folder / name)} {what}; expected files ending in {' '.join(ENDINGS)}")
-        files += pictures
-    return files
-
-
-def _below(folder: Path) -> Iterator[str]:
-    """The files in a folder and in its subfolders. Hidden ones are left out: macOS, Jupyter make copies of pictures.
-
-    Links are followed. Refusal where one leads in a circle: the pictures of other classes would come with it.
-    """
-    seen: set[str] = set()
-    for at, folders, names in os.walk(folder, followlinks=True):
-        # by another way it has been here: two links may lead to one folder
-        if (place := os.path.realpath(at)) in seen:
-            folders.clear()
-            continue
-        seen.add(place)
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        for path in (os.path.join(at, name) for name in folders):
-            if os.path.islink(path) and Path(place).is_relative_to(goal := os.path.realpath(path)):
-                raise Refusal(
-                    f"{escape_line(path)} is a link to {escape_line(goal)}, a folder that it lies in: remove the link"
-                )
-        yield from (os.path.join(at, name) for name in names if name[0] != ".")
-
-
-def _held_out(files: Files, part: float) -> dict[bool, Files]:
-    """The same files in two: of each class this part goes to the evaluation.
+def _held_out(listing: Listing, part: float) -> dict[bool, NDArray[numpy.int64]]:
+    """The indices of a listing in two: of each class this part goes to the evaluation.
 
     Those whose names have the smallest hashes: the same ones wherever the folder lies, and mostly the same ones when
     pictures are added.
     """
-    split: dict[bool, Files] = {True: [], False: []}
-    for _, group in groupby(files, key=lambda file: file[0]):
-        own = list(group)
+    chosen, start = numpy.zeros(len(listing.hashes), bool), 0
+    for own in listing.counts.tolist():
         # one at least, and not the last one
-        count = min(max(round(part * len(own)), 1), len(own) - 1) if part else 0
-        ranked = sorted(own, key=lambda file: (crc32(os.fsencode(os.path.basename(file[1]))), file[1]))
-        chosen = set(ranked[:count])
-        split[False] += [file for file in own if file in chosen]
-        split[True] += [file for file in own if file not in chosen]
-    return split
+        count = min(max(round(part * own), 1), own - 1) if part else 0
+        # (own,): of equal names, in two subfolders, the path decides
+        ranked = listing.hashes[start : start + own].argsort(stable=True)
+        chosen[start + ranked[:count]] = True
+        start += own
+    return {True: numpy.flatnonzero(~chosen), False: numpy.flatnonzero(chosen)}
