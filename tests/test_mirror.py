@@ -19,6 +19,7 @@ from tests.s3_server import BUCKET, S3Server, s3_server
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.records.checkpoint import mirror
+from trainer.records.checkpoint.copies import name_below
 
 WORDS = [*SMALL, "strategy=single", "device=cpu", "log=[]", "loop.epochs=4", "run.name=mine"]
 STEPS = [11, 22, 33, 44]  # the ends of the epochs, where a run saves
@@ -191,3 +192,8 @@ def test_a_process_that_is_killed_in_the_middle_of_a_copy_leaves_nothing_that_lo
     assert copies(server)[-1] == 44
     manifest = json.loads((tmp_path / "second/mine/checkpoints/step-00000044/manifest.json").read_text())
     assert manifest["step"] == 44
+
+
+def test_the_runs_of_two_sweeps_have_places_of_their_own(tmp_path: Path) -> None:
+    assert name_below(tmp_path / "runs/first/seed=1", tmp_path / "runs") == "first/seed=1"
+    assert name_below(tmp_path / "elsewhere/mine", tmp_path / "runs") == "mine"

@@ -23,8 +23,9 @@ from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fu
 from trainer.loop.media_logging import MediaLogger, NoMediaLogger, NoTextSample, TextSample
 from trainer.loop.progress import NONFINITE_POLICIES, Progress
 from trainer.loop.trainer import Trainer
-from trainer.messages import Refusal
+from trainer.messages import Refusal, expand_home
 from trainer.parallel.ranks import Ranks
+from trainer.records.checkpoint.copies import name_below
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import FINITE_FACT, RESUME_KEYS
 from trainer.records.checkpoint.mirror import CheckpointMirror, NoMirror
@@ -39,10 +40,11 @@ _ALLOWED_FAILURES = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed sav
 
 def make_mirror(run: PreparedRun) -> NoMirror:
     """What copies the run's checkpoints elsewhere: on the main rank, where a URL says where."""
-    options, folder = run.settings.checkpoint, run.folder.path
+    options, folder = run.settings.checkpoint, run.folder
     if options.mirror is None or not run.machine.launch.is_main:
         return NoMirror()
-    return CheckpointMirror(options.mirror, folder.name, folder / "checkpoints", options.keep, run.best_metric)
+    name = name_below(folder.given_path, expand_home(run.settings.run.root))
+    return CheckpointMirror(options.mirror, name, folder.path / "checkpoints", options.keep, run.best_metric)
 
 
 def make_checkpoints(

@@ -31,7 +31,7 @@ from trainer.launch.safe_files import (
 from trainer.launch.store_collectives import broadcast_from_main, run_on_all_ranks
 from trainer.launch.typed_values import DamagedFile, read_yaml
 from trainer.messages import Refusal, expand_home
-from trainer.records.checkpoint.copies import NoCopies
+from trainer.records.checkpoint.copies import NoCopies, name_below
 from trainer.records.folder_lock import lock_folder, lock_holder, unlock_folder
 from trainer.records.resume_rules import has_checkpoint, resolve_resume_path
 from trainer.records.start_files import ConfigFields, EnvironmentFields
@@ -88,7 +88,7 @@ class RunFolder:
                 path, restarted = choose_path(expand_home(root), name, dir, label, launch)
                 # who was started again re-enters the folder that it has made itself
                 fresh = resume == "fresh" and not restarted and not launch.requeued
-                copies = _open_copies(mirror, path.name)
+                copies = _open_copies(mirror, name_below(path, expand_home(root)))
                 if fresh:
                     copies.refuse_leftovers()
                 if fresh or not (has_checkpoint(path) or not copies.is_empty()):

@@ -5,6 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def name_below(folder: Path, root: Path) -> str:
+    """What tells this run from all others that are mirrored to one place: its path in run.root, or its folder's name.
+
+    root: run.root. The runs of a sweep lie in the sweep's folder, and those of two sweeps may have one name.
+    """
+    root = root.absolute()
+    return folder.relative_to(root).as_posix() if folder.is_relative_to(root) else folder.name
+
+
 class NoCopies:
     """There is no mirror."""
 
