@@ -17,7 +17,15 @@ from tests.processes import Processes
 from tests.recipes.test_folder import data, memory_peak, write
 from trainer.launch.rendezvous import Launch
 
-WORDS = ("data=imagefolder", "data.image_size=8", "model=mlp", "model.width=8", "loop.global_batch=6", "loop.steps=2")
+WORDS = (
+    "data=imagefolder",
+    "data.image_size=8",
+    "model=mlp",
+    "model.width=8",
+    "loop.global_batch=6",
+    "loop.steps=2",
+    "loop.log_every=1",
+)
 
 
 @pytest.fixture(autouse=True)
