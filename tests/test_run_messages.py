@@ -14,7 +14,7 @@ import pytest
 
 from tests.commands import SMALL, lines
 from tests.inside import here
-from trainer.jobs.goodput_report import read_costs
+from trainer.jobs.goodput_report import list_starts, read_costs
 from trainer.jobs.run_messages import summary_notes, throughput_lines, time_lines
 from trainer.launch import run_status as status_module
 from trainer.launch.run_status import StatusWriter
@@ -135,7 +135,7 @@ def test_a_stop_that_was_asked_for_costs_nothing(tmp_path: Path) -> None:
     said = read_costs(tmp_path)
     assert said is not None
     assert (said["restarts"], said["steps_repeated"], said["kept"], said["lost"]["down"]) == (0, 0, 0.0, 0.0)
-    assert [(one["attempt"], one["after"]) for one in said["starts"]] == [(2, "preempted")]  # the line behind it
+    assert [(one["attempt"], one["after"]) for one in list_starts(tmp_path)] == [(2, "preempted")]  # the line behind it
 
 
 @pytest.mark.parametrize(

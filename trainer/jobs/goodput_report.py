@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.launch.run_status import CRASHED_STATES, read_starts, read_status
+from trainer.launch.run_status import count_starts, read_starts, read_status
 from trainer.launch.safe_files import make_folder, refuse_unsafe_files, replace_file
 from trainer.messages import Refusal, format_count, format_duration
 
@@ -30,6 +30,7 @@ class Report:
         costs = read_costs(folder)
         if costs is None:
             raise Refusal(f"job=report: {folder} holds no status.json that can be read: no run has begun there")
+        costs["starts"] = list_starts(folder)
         refuse_unsafe_files(folder)
         out = make_folder(folder / "report")  # a folder of its own, as every job has
         replace_file(out / "report.json", json.dumps(costs, indent=1, ensure_ascii=False) + "\n")
@@ -69,10 +70,11 @@ def read_costs(folder: Path) -> dict[str, Any] | None:
     whole = sum(seconds.values()) - seconds["repeated"]
     lost = {name: round(seconds[name], 3) for name in _LOST}
     # steps over all starts; goodput: the part of them that was not repeated
-    executed, starts = status.get("executed", 0), _read_starts(folder, status)
+    executed, (starts, restarts) = status.get("executed", 0), count_starts(folder)
     return {
         **{name: status[name] for name in ("state", "reason", "step", "goodput")},
-        "restarts": sum(start["after"] in CRASHED_STATES for start in starts),
+        "attempts": starts,
+        "restarts": restarts,
         "steps_executed": executed,
         "steps_repeated": executed - round(executed * status["goodput"]),
         "seconds": round(whole, 3),
@@ -80,13 +82,12 @@ def read_costs(folder: Path) -> dict[str, Any] | None:
         "lost": lost,
         "kept": round(kept, 3),
         "phases": seconds,
-        "starts": starts,
     }
 
 
-def _read_starts(folder: Path, status: dict[str, Any]) -> list[dict[str, Any]]:
+def list_starts(folder: Path) -> list[dict[str, Any]]:
     """Every start: when, from which step, what the one before had come to, and what it cost until it trained."""
-    lines = read_starts(folder)
+    lines, status = read_starts(folder), read_status(folder) or {}
     # how a start ended stands in the line of the next start, and for the last one in status.json
     endings = [*((line["before"] or {}) for line in lines[1:]), status]
     rows: list[dict[str, Any]] = []
@@ -112,7 +113,7 @@ def _read_starts(folder: Path, status: dict[str, Any]) -> list[dict[str, Any]]:
 def cost_lines(costs: dict[str, Any]) -> list[str]:
     """What a run has cost, in a few lines for people."""
     # saves and starting always; the others only where the run was restarted
-    lost, starts = costs["lost"], len(costs["starts"])
+    lost, starts = costs["lost"], costs["attempts"]
     parts = [f"saves {format_seconds(lost['save'])}", f"starting {format_seconds(lost['start'])}"]
     if costs["restarts"]:
         parts += [f"down {format_seconds(lost['down'])}"]

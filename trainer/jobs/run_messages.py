@@ -233,7 +233,7 @@ def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]
     # not the step less those that were done here: some may have been done twice
     before = (read_status(folder) or {}).get("resume_step", 0)
     return [
-        *metric_lines(folder / "metrics.jsonl", trainer.checkpoints),
+        *metric_lines(folder / "metrics.jsonl", trainer.checkpoints, evaluated=run.evaluation is not None),
         *time_lines(watch, whole, before, step),
         *throughput_lines(watch, whole, trainer.train_loader.global_batch),
         *(cost_lines(costs) if (costs := read_costs(folder)) else []),
@@ -241,9 +241,10 @@ def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]
     ]
 
 
-def metric_lines(path: Path, checkpoints: CheckpointManager) -> list[str]:
+def metric_lines(path: Path, checkpoints: CheckpointManager, evaluated: bool) -> list[str]:
     """The metrics of the last evaluation, beside them those of the best checkpoint; and the last training loss."""
-    lines = read_last_lines(path, ["train", "eval"])
+    # a kind that there is not would be looked for in the whole file, of gigabytes after millions of steps
+    lines = read_last_lines(path, ["train", "eval"] if evaluated else ["train"])
     best = select_best(list_complete(checkpoints.folder), checkpoints.best)
     # one column for the last evaluation, one for the best checkpoint if there is one
     columns = [lines.get("eval", {}), *([best.metrics] if best and best.metrics else [])]

@@ -16,6 +16,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import (
     Annotated,
@@ -125,13 +126,19 @@ def _convert_items(value: Any, kind: Any, args: Sequence[Any]) -> list | tuple:
 def _convert_fields(value: Any, kind: Any) -> dict[str, Any]:
     """A mapping that has the fields of a TypedDict. Others may be there: a later version may write more of them."""
     fields = dict(require(value, isinstance(value, Mapping), "a mapping"))
-    for name, annotation in get_type_hints(kind, include_extras=True).items():
+    for name, annotation in _field_types(kind).items():
         optional = get_origin(annotation) is NotRequired
         if name in fields:
             fields[name] = _convert_field(name, fields[name], get_args(annotation)[0] if optional else annotation)
         elif not optional:
             raise InvalidField(name, "is missing")
     return fields
+
+
+@cache
+def _field_types(kind: Any) -> dict[str, Any]:
+    """The fields of a TypedDict; cached, because to evaluate its annotations takes longer than to check a value."""
+    return get_type_hints(kind, include_extras=True)
 
 
 def _convert_field(name: str, value: Any, annotation: Any) -> Any:
