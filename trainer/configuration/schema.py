@@ -26,6 +26,7 @@ from trainer.configuration.key_types import (
     Rules,
     Seconds,
     StepIntervals,
+    StopNotice,
 )
 from trainer.launch.typed_values import convert
 from trainer.messages import Refusal, join_problems
@@ -48,6 +49,7 @@ class Run:
     resume: NonEmpty
     accept_changes: bool
     stop_after: Seconds | None
+    stop_when: StopNotice | None
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,12 @@ class StopRequest:
         os.close(self._writer)
 
     def _handle(self, number: int, _: object) -> None:
-        self._ask(_signal_name(number))
+        self.ask(_signal_name(number))
         if not self._may_end and number == signal.SIGINT and self._again():
             raise KeyboardInterrupt("interrupted twice: stopped at once, without a new checkpoint")
 
-    def _ask(self, reason: str) -> None:
+    def ask(self, reason: str) -> None:
+        """Raise the flag; the first reason stays."""
         if not self.raised:
             self.reason, self.raised = reason, True
 
@@ -99,7 +100,7 @@ class StopRequest:
             pause = _STORE_INTERVAL if self._terminated else None if self._parent is None else _PARENT_INTERVAL
             numbers = os.read(self._reader, 64) if poll.poll(None if pause is None else 1000 * pause) else b""
             if self._parent not in (None, os.getppid()):
-                self._ask("the launcher is gone")
+                self.ask("the launcher is gone")
                 self._parent = None
             if 0 in numbers:
                 return
@@ -110,7 +111,7 @@ class StopRequest:
                 self._leave_if_another_failed()
 
     def _hear(self, number: int) -> None:
-        self._ask(_signal_name(number))
+        self.ask(_signal_name(number))
         self._terminated = self._terminated or (number == signal.SIGTERM and self._store is not None)
         if self._may_end and number == signal.SIGINT and self._again():
             if self._launch.is_main:
