@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor  # torch does not import it by itself, and names in it are looked up here
+import torch.testing._internal.distributed.multi_threaded_pg
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PRODUCT = sorted(path for name in ("trainer", "recipes", "scripts") for path in (CHECKOUT / name).rglob("*.py"))
 
+THREADS = "scripts/control_plane/ranks_as_threads.py"
 # name → the one file that uses it; the reason stands above
 PRIVATE = {
     # The base of all BatchNorms, torch's SyncBatchNorm among them: whoever asks a network for its statistics means
@@ -50,6 +52,11 @@ PRIVATE = {
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
     "torch._C": "trainer/parallel/activation_checkpointing.py",
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",
+    # Ranks as threads, each with a world of its own, as torch's own tests have them: scripts/scale counts them.
+    "torch.testing._internal.distributed.multi_threaded_pg._install_threaded_pg": THREADS,
+    "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._world": THREADS,
+    "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._get_world": THREADS,
+    "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/meta_model.py",
 }

@@ -40,6 +40,7 @@ from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal, format_count
 from trainer.parallel.meta_model import is_meta_model
+from trainer.parallel.ranks import gather_exceptions
 from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.console import LogFile
 from trainer.records.kubeflow_status import kubeflow_sinks
@@ -115,7 +116,7 @@ def failures_reported(run: PreparedRun, progress: Progress, log: Log) -> Iterato
 def describe_environment(run: PreparedRun) -> dict[str, Any]:
     """Collective: the content of environment.json: versions, hardware, git revision and what was resolved."""
     strategy, machine = run.strategy, run.machine
-    hosts = strategy.world.all_gather_values(socket.gethostname())  # all ranks; each hears every name
+    hosts = strategy.world.gather_values(socket.gethostname())  # all ranks; the main one, which writes, hears them
     return {
         **software_versions(),
         "gpus": accelerator_names(),
@@ -163,8 +164,8 @@ def record_end(
     """Collective: say how it ended, in status.json first, which a launcher's end may cut off; the exit code."""
     launch, step, log = run.machine.launch, trainer.progress.step, trainer.log
     lost = not done and stopped_elsewhere_only(launch, stop, run.strategy.world.all_gather_values)
-    # all ranks; each hears what any was asked: one may have heard of it a second before the others do
-    asked = [] if done else run.strategy.world.all_gather_values(stop.reason)
+    # all ranks; the main one hears what any was asked: one may have heard of it a second before the others do
+    asked = [] if done else run.strategy.world.gather_values(stop.reason)
     why = next(filter(None, asked), f"run.stop_after={run.settings.run.stop_after or 0:g} s")
     early = f"{format_count(trainer.progress.stale, 'evaluation')} in a row without improvement: loop.patience"
     ended = early if step < trainer.steps else None
@@ -172,7 +173,7 @@ def record_end(
     state = "completed" if done else "preempted"
     trainer.report(state, step, reason)
     # all ranks; each has read other samples
-    replaced = run.strategy.world.all_gather_values(run.data.replaced())
+    replaced = gather_exceptions(run.strategy.world, run.data.replaced())
     # what it reached and where the time went, now that all steps are done and no line is under way
     table = summary_lines(run, trainer, perf_counter() - began) if launch.is_main else []
     left_out = left_out_lines(trainer.model.scaler.skipped_steps(), trainer.progress)

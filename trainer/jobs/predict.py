@@ -161,7 +161,7 @@ class Predict(Job):
             with views[AVERAGE_PREFIX if average else ""], torch.no_grad():
                 try:
                     # what the main rank found counts for all
-                    refused = run.strategy.world.all_gather_values(write(run, loaded, path))[0]
+                    refused = run.strategy.world.broadcast_value(write(run, loaded, path))
                 except Stopped:
                     done = False
         if refused:

@@ -204,13 +204,13 @@ def load_weights(run: RunParts, model: ParallelModel, which: Which) -> Checkpoin
     ranks = run.strategy.world
     for left in reversed(range(_TRIES)):
         # all ranks: the path that the main rank has chosen goes to everybody; each try looks anew
-        path = Path(ranks.all_gather_values(str(select_checkpoint(run, which).path) if ranks.is_main else "")[0])
+        path = Path(ranks.broadcast_value(str(select_checkpoint(run, which).path) if ranks.is_main else ""))
         try:
             checkpoint = open_checkpoint(path, ranks, RESUME_KEYS)
             tensors = model.empty_weights(checkpoint.tensors)
             all_or_none(ranks, partial(load_tensors, tensors, checkpoint), CorruptCheckpoint)
         except CorruptCheckpoint:
-            there = ranks.all_gather_values(path.exists())[0]  # all ranks; whether it is gone, as the main one sees it
+            there = ranks.broadcast_value(path.exists())  # all ranks; whether it is gone, as the main one sees it
             if there or not left:
                 raise
         else:

@@ -36,6 +36,7 @@ _MOST_RANKS = 16  # that a report names
 _LEAVE_TIMEOUT = 2.0  # seconds in which every rank that runs has heard of the end
 _ASLEEP_AFTER = 2.5  # seconds between two looks of a process that was stopped meanwhile
 _CATCH_UP_TIMEOUT = 30.0  # seconds after which such a process knows all that the others did meanwhile
+_PROMPT_TIMEOUT = 1.5 * INTERVAL  # seconds in which all ranks answer a roll call, unless one cannot
 _ANSWER_TIMEOUT = 5.0  # seconds in which a process that runs answers a roll call
 _STORE_TIMEOUT = 7.0  # seconds for all of that, at a store that answers
 _FAREWELL_TIMEOUT = 3.0  # seconds for the last words there
@@ -78,18 +79,23 @@ class RollCall:
     def answer(self, number: int, answer: RollCallAnswer) -> None:
         """Answer a call."""
         self.store.set(f"present-{number}-{self.launch.rank}", json.dumps(asdict(answer)))
+        self.store.add(f"present-{number}", 1)
 
     def collect(self, number: int, seconds: float) -> dict[int, RollCallAnswer]:
         """The answer of each rank that gives one within so long. Ranks that are stopped are not waited for."""
         keys = [f"present-{number}-{rank}" for rank in range(self.launch.world_size)]
 
-        def all_answered() -> bool | None:
+        def all_others_stopped() -> bool | None:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             return all(self.is_stopped(rank) for rank in missing) or None
 
-        poll(all_answered, seconds)
-        answered = {rank: key for rank, key in enumerate(keys) if self.store.check([key])}
-        return {rank: RollCallAnswer(**json.loads(self.store.get(key))) for rank, key in answered.items()}
+        # one number tells whether all have; only who waits in vain looks for each of them, and not often
+        in_time = min(seconds, _PROMPT_TIMEOUT)
+        if not poll(lambda: self.store.add(f"present-{number}", 0) == len(keys) or None, in_time):
+            poll(all_others_stopped, seconds - in_time, most=INTERVAL)
+        answered = [rank for rank, key in enumerate(keys) if self.store.check([key])]
+        answers = self.store.multi_get([keys[rank] for rank in answered]) if answered else []
+        return {rank: RollCallAnswer(**json.loads(text)) for rank, text in zip(answered, answers, strict=True)}
 
     def is_stopped(self, rank: int) -> bool:
         """Is it certain that the rank's process is stopped? Only of one on this machine, and on Linux."""
@@ -99,10 +105,11 @@ class RollCall:
 
     def leave(self, blamed: int | None) -> None:
         """Before the end: a rank that serves the store waits for the others; one that is stopped is woken up."""
-        self.store.set(f"parted-{self.launch.rank}", "")
+        if self.launch.rank != blamed:
+            self.store.add("parted", 1)
         if self.launch.rank0_serves_store and self.launch.is_main:
-            others = [f"parted-{rank}" for rank in range(1, self.launch.world_size) if rank != blamed]
-            poll(lambda: not others or self.store.check(others) or None, _LEAVE_TIMEOUT)
+            count = self.launch.world_size - (blamed is not None)  # with this rank
+            poll(lambda: self.store.add("parted", 0) >= count or None, _LEAVE_TIMEOUT)
         # last of all, so that it finds nobody to go on with: it hears that the run is over, and ends. It may be gone
         # already, or another user's; to a process that runs the signal means nothing
         with suppress(ProcessLookupError, PermissionError):

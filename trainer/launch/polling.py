@@ -9,15 +9,17 @@ T = TypeVar("T")
 _INTERVAL = 0.1  # seconds between two looks, at most; the first ones follow each other faster
 
 
-def poll(look: Callable[[], T | None], seconds: float) -> T | None:
+def poll(look: Callable[[], T | None], seconds: float, most: float = _INTERVAL) -> T | None:
     """Call `look` again and again until it returns something; None where it has returned nothing after so long.
+
+    most: seconds between two looks.
 
     The store of torch can wait by itself, but its timeouts leave warnings, and often more than one key is waited for.
     """
     deadline, pause = time.monotonic() + seconds, 0.001
     while (result := look()) is None and time.monotonic() < deadline:
         time.sleep(pause)
-        pause = min(_INTERVAL, 1.5 * pause)
+        pause = min(most, 1.5 * pause)
     return result
 
 

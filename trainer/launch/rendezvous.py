@@ -7,15 +7,14 @@ So keys are read only under a nonce, a random number of rank 0 for this round:
 
 1. rank 0 writes its nonce where all look;
 2. every other rank greets it there with a token of its own;
-3. rank 0 answers with all tokens. A rank that does not find its own in the answer has greeted a dead round's nonce, and
-   looks again: the living rank 0 will have replaced it by then.
+3. rank 0 answers each with its token. A rank that does not get its own has greeted a dead round's nonce, and looks
+   again: the living rank 0 will have replaced it by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import secrets
 import socket
 from dataclasses import dataclass, field
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 
 LOOPBACK = "127.0.0.1"  # where nobody else's machine gets in
+_CONNECTIONS = 4  # of each rank to the store: its own, and those of the threads that watch and listen
+_OWN_FILES = 512  # beside them: data, logs, checkpoints, other ranks
 ANSWER_TIMEOUT = timedelta(seconds=10)  # in which a store that listens answers, however busy its machine is
 PORT_ADVICE = "end that program, or give all ranks another MASTER_PORT (or another port in distributed.init_method)"
 
@@ -55,9 +56,12 @@ def serve_tcp_store(host: str, port: int, size: int, patience: timedelta) -> Sto
     """The store that this process serves to `size` processes. Refusal where the port is not free."""
     from torch.distributed import TCPStore
 
+    allow_open_files(_CONNECTIONS * size + _OWN_FILES)
     try:
-        # torch itself would listen on all interfaces, and the store asks for no password
-        listener = socket.create_server((host, port)).detach() if host == LOOPBACK else None
+        # torch itself would listen on all interfaces, and the store asks for no password. All ranks may come at once:
+        # who finds the queue full (128 by default) comes again after seconds
+        queue = _CONNECTIONS * size
+        listener = socket.create_server((host, port), backlog=queue).detach() if host == LOOPBACK else None
         return TCPStore(
             host, port, size, True, patience, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
         )
@@ -92,7 +96,23 @@ def _is_listening(host: str, port: int) -> bool | None:
         return None
 
 
+def allow_open_files(count: int) -> None:
+    """Let this process open so many files and connections. Refusal where the system does not allow that."""
+    import resource  # Windows has none
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else hard
+    if count > most:
+        raise Refusal(
+            f"rank 0 serves the store and needs {count:,} open files and connections; this system allows a process"
+            f" {hard:,} (ulimit -Hn). Raise that limit, or start with torchrun, which serves the store itself"
+        )
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
 STORE_TIMEOUT = timedelta(minutes=30)  # how long a process waits at the store for another, which may still download
+_LOOKS_A_SECOND = 1024  # of all ranks together, while they wait for the last one
 _FAREWELL_TIMEOUT = 5.0  # seconds that rank 0 waits for the others to leave; one that was killed does not say so
 
 
@@ -181,40 +201,44 @@ def say_goodbye() -> None:
     for launch, store in _joined_rounds.items():
         if launch.world_size > 1 and not launch.launcher_serves_store:
             with contextlib.suppress(RuntimeError):  # the store is gone already
-                _leave_store(store, launch)
+                leave_store(store, launch)
     _joined_rounds.clear()
 
 
-def _leave_store(store: Store, launch: Launch) -> None:
+def leave_store(store: Store, launch: Launch) -> None:
+    """Say goodbye there; rank 0 waits a while for the others."""
     if launch.is_main:
-        others = [f"bye-{rank}" for rank in range(1, launch.world_size)]
-        poll(lambda: store.check(others) or None, _FAREWELL_TIMEOUT)
+        poll(lambda: store.add("byes", 0) == launch.world_size - 1 or None, _FAREWELL_TIMEOUT)
     else:
-        store.set(f"bye-{launch.rank}", "")
+        store.add("byes", 1)
 
 
 def _host_round(launch: Launch, seconds: float) -> Store:
-    """Rank 0: draw the nonce, wait for every greeting, answer with all tokens."""
+    """Rank 0: draw the nonce, wait for every greeting, answer each."""
     from torch.distributed import PrefixStore
 
     nonce, store = secrets.token_hex(8), connect_store(launch)
     meeting = PrefixStore(_round_prefix(launch, nonce), store)
     greetings = [f"hello/{rank}" for rank in range(1, launch.world_size)]
     store.set(_nonce_key(launch), nonce)
-    if not poll(lambda: not greetings or meeting.check(greetings) or None, seconds):
+    # a number first: to look for each of a thousand keys ten times a second would take the store's time
+    if not poll(lambda: (meeting.add("hellos", 0) >= len(greetings) and meeting.check(greetings)) or None, seconds):
         missing = [rank for rank, key in enumerate(greetings, 1) if not meeting.check([key])]
         ranks = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
         raise Refusal(f"rank {ranks} of {launch.world_size} did not come to {launch.address} in time")
-    tokens = [token.decode() for token in meeting.multi_get(greetings)] if greetings else []
-    meeting.set("go", json.dumps(tokens))
+    # two requests for all, and each rank reads its own answer alone
+    if greetings:
+        answers = [_answer_key(rank) for rank in range(1, launch.world_size)]
+        meeting.multi_set(answers, meeting.multi_get(greetings))  # type: ignore[attr-defined]  # torch's stubs lack it
     return meeting
 
 
 def _join_round(launch: Launch, seconds: float) -> Store:
     """Any other rank: greet the nonce that stands there, until an answer repeats this rank's own token."""
-    from torch.distributed import PrefixStore
+    from torch.distributed import DistStoreError, PrefixStore
 
     token, store, greeted = secrets.token_hex(8), connect_store(launch), b""
+    answer = _answer_key(launch.rank)
     taken = f"another run, or another program of torch, meets at {launch.address} already; {PORT_ADVICE}"
     # a rank 0 that serves the store writes its nonce at once
     if (
@@ -232,10 +256,14 @@ def _join_round(launch: Launch, seconds: float) -> Store:
         # a nonce that is new: of a dead round before, or of this one
         if nonce != greeted:
             meeting.set(f"hello/{launch.rank}", token)
+            meeting.add("hellos", 1)
             greeted = nonce
-        if not meeting.check(["go"]):
+            if launch.rank0_serves_store:  # no dead round is in it: this greeting is answered, or none
+                with contextlib.suppress(DistStoreError):  # the time is up
+                    meeting.wait([answer], timedelta(seconds=seconds))
+        if not meeting.check([answer]):
             return None
-        if json.loads(meeting.get("go"))[launch.rank - 1] == token:
+        if meeting.get(answer).decode() == token:
             return meeting
         # an answer without this token was given to a dead process; in a store that is as young as the round, to a
         # living one
@@ -243,11 +271,17 @@ def _join_round(launch: Launch, seconds: float) -> Store:
             raise Refusal(taken)
         return None
 
-    meeting = poll(look, seconds)
+    # so many ranks that look ten times a second would keep the store busy with nothing else
+    meeting = poll(look, seconds, most=max(0.1, launch.world_size / _LOOKS_A_SECOND))
     if meeting is None:
         why = "its call was never answered" if greeted else "it did not come"
         raise Refusal(f"rank {launch.rank} of {launch.world_size} waited for rank 0 at {launch.address}: {why}")
     return meeting
+
+
+def _answer_key(rank: int) -> str:
+    """Where rank 0 answers this rank."""
+    return f"go/{rank}"
 
 
 def _nonce_key(launch: Launch) -> str:

@@ -41,8 +41,9 @@ def gather_to_main(launch: Launch, what: str, value: Any) -> list[Any]:
     if not launch.is_main:
         store.set(f"{what}-of-{launch.rank}", json.dumps(value))
         return [value]
-    # the main rank waits for each of the others
-    return [value, *(json.loads(store.get(f"{what}-of-{rank}")) for rank in range(1, launch.world_size))]
+    # the main rank waits for all others, in one request
+    keys = [f"{what}-of-{rank}" for rank in range(1, launch.world_size)]
+    return [value, *map(json.loads, store.multi_get(keys) if keys else [])]
 
 
 def run_on_all_ranks(launch: Launch, what: str, act: Callable[[], T]) -> T:
@@ -50,16 +51,17 @@ def run_on_all_ranks(launch: Launch, what: str, act: Callable[[], T]) -> T:
     store = launch.store()
     if store is None:
         return act()
-    if launch.is_main:
-        # the main rank reports for all: it waits for every other rank, unless it has a problem itself
-        with _report_outcome(store, f"{what}-everywhere", launch):
-            value = act()
-            for rank in range(1, launch.world_size):
-                _wait_for_outcome(store, f"{what}-{rank}")
-        return value
-    with _report_outcome(store, f"{what}-{launch.rank}", launch):
+    # the first that has a problem reports it for all, and otherwise who comes last that all went well: no rank does
+    # more than another, however many there are
+    outcome = f"{what}-everywhere"
+    try:
         value = act()
-    _wait_for_outcome(store, f"{what}-everywhere")
+    except BaseException as error:
+        store.set(outcome, _describe_problem(error, launch))
+        raise
+    if store.add(f"{what}-done", 1) == launch.world_size:
+        store.set(outcome, "")
+    _wait_for_outcome(store, outcome)
     return value
 
 

@@ -19,7 +19,7 @@ from trainer.data.nested_tensors import map_tensors
 from trainer.learning.task import Task, TaskWrapper, gathers_samples, is_list_of_samples, unwrap_task
 from trainer.loop.media_logging import Batches, NoMediaLogger, SampleTask
 from trainer.messages import Refusal, did_you_mean, first_line
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
@@ -169,7 +169,7 @@ def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks
                 model.evaluate(batch, 1)
     finally:
         model.task = task
-    mismatches = ranks.all_gather_values(checking.mismatches)  # all ranks, once; as a rule nothing
+    mismatches = gather_exceptions(ranks, checking.mismatches)  # all ranks, once; as a rule nothing
     for name, shapes in (pair for of_rank in mismatches for pair in of_rank.items()):
         raise Refusal(f"Task.metrics: {name} {describe_shapes(*shapes)}")
 
@@ -256,7 +256,7 @@ def evaluate(
         media.record_totals(prefix, sums | rows)
     # what follows from metrics (the best, an early end, a rate) must be the same on all ranks: a task may use random
     # numbers, and tensor ranks and stages add up in different orders
-    return strategy.world.all_gather_values(metrics)[0]  # all ranks, once an evaluation; the main rank's count
+    return strategy.world.broadcast_value(metrics)  # all ranks, once an evaluation; the main rank's count
 
 
 def _compute_totals(

@@ -54,6 +54,10 @@ class FakeGroup(Group):
         """The same on the main rank."""
         return [value] * self.size if self.is_main else []
 
+    def gather(self, tensor: Tensor) -> tuple[list[Tensor], Waitable]:
+        """The tensor of this rank, as often as there are ranks."""
+        return [tensor] * self.size, COMPLETED
+
     def bucket_hook(self, hook: BucketHook | None) -> BucketHook | None:
         """One that gives the bucket back, because a future of this group has nothing in it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -53,6 +54,8 @@ def join_group(launch: Launch, device: torch.device, backend: str | None, timeou
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
     chosen = backend_of(device.type, backend)
+    # gloo connects two ranks when one sends to the other, not each with each: of a thousand others a rank needs a dozen
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         backend="gloo" if chosen == "gloo" else f"cpu:gloo,{device.type}:{chosen}",
         store=dist.PrefixStore("world", store),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 BucketHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 GROUP_TIMEOUT = timedelta()  # as torch says it: no time of its own, the group's counts
 
@@ -90,12 +92,16 @@ class Ranks:
         return [tensor]
 
     def all_gather_values(self, value: Any) -> list[Any]:
-        """Collective: the plain values of all ranks, in rank order."""
+        """Collective: the plain values of all ranks, in rank order. What one rank decides, `broadcast_value` sends."""
         return [value]
 
     def gather_values(self, value: Any) -> list[Any]:
         """Collective: the plain values of all ranks, in rank order, on the main rank; none on the others."""
         return [value]
+
+    def gather(self, tensor: Tensor) -> tuple[list[Tensor], Waitable]:
+        """Collective: start sending the main rank a tensor of each rank, which it has after wait(); others get none."""
+        return [tensor], COMPLETED
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived."""
@@ -161,14 +167,20 @@ class Group(Ranks):
 
     def send_value(self, value: Any, peer: int) -> list[tuple[Waitable, Tensor]]:
         """Start sending what JSON can say to one of the ranks, as CPU tensors; each must live until it is sent."""
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        # to that rank: how long the text is, and the text
-        return [self.send(tensor, peer) for tensor in (torch.tensor([len(text)]), text)]
+        return self._send_bytes(json.dumps(value).encode(), peer)
 
     def receive_value(self, peer: int) -> Any:
         """What one of the ranks sends by `send_value`; waits for it."""
+        return json.loads(self._receive_bytes(peer))
+
+    def _send_bytes(self, text: bytes, peer: int) -> list[tuple[Waitable, Tensor]]:
+        # to that rank: how long the text is, and the text; (bytes,)
+        tensors = torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [self.send(tensor, peer) for tensor in tensors]
+
+    def _receive_bytes(self, peer: int) -> bytes:
         length = int(self.receive_(torch.zeros(1, dtype=torch.int64), peer))
-        return json.loads(bytes(self.receive_(torch.empty(length, dtype=torch.uint8), peer).tolist()))
+        return self.receive_(torch.empty(length, dtype=torch.uint8), peer).numpy().tobytes()
 
     def send(self, tensor: Tensor, peer: int) -> tuple[Waitable, Tensor]:
         """Start sending a tensor to one of the ranks; it must live until it is sent."""
@@ -190,15 +202,31 @@ class Group(Ranks):
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: the plain values of all ranks, in rank order; they travel as CPU tensors."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)  # these ranks; every value to all
-        return values
+        # to the main rank and from there to all: of torch's own way each rank sends each other one as many bytes as the
+        # longest value has
+        return list(self.broadcast_value(self.gather_values(value)))
 
     def gather_values(self, value: Any) -> list[Any]:
         """Collective: the plain values of all ranks on the main rank; they travel as CPU tensors."""
-        values: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, values, dst=self._first, group=self.group)  # these ranks; every value to the first
-        return values or []
+        # A tree of as many rounds as the number of ranks has bits. In round k a rank with this bit sends all it has to
+        # the one 2^k before it: each rank sends once, and each value travels no further than it must.
+        values, step = {self.rank: value}, 1
+        while step < self.size:
+            if self.rank & step:
+                for work, _ in self._send_bytes(pickle.dumps(values), self.rank - step):
+                    work.wait()
+                return []
+            if self.rank + step < self.size:
+                values |= pickle.loads(self._receive_bytes(self.rank + step))
+            step *= 2
+        return [values[rank] for rank in range(self.size)]
+
+    def gather(self, tensor: Tensor) -> tuple[list[Tensor], Waitable]:
+        """Collective: start sending the main rank a tensor of each rank, which it has after wait(); others get none."""
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_main else []
+        # these ranks; each sends its tensor to the first
+        work = dist.gather(tensor, tensors or None, dst=self._first, group=self.group, async_op=True)
+        return tensors, work or COMPLETED
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""
@@ -213,17 +241,22 @@ class Group(Ranks):
         return Group(group)
 
 
-def all_or_none(ranks: Ranks, action: Callable[[], Any], failure: type[Exception]) -> list[Any]:
-    """What the action returned on each rank, in rank order; where it failed on one, `failure` on all. Collective."""
-    cause, mine = None, {}
+def gather_exceptions(ranks: Ranks, value: Any) -> list[Any]:
+    """Collective: the values of all ranks where any has something to say, else none: as a rule a byte of each."""
+    # all ranks; whether a value is not empty
+    return ranks.all_gather_values(value) if ranks.max_values([bool(value)])[0] else []
+
+
+def all_or_none(ranks: Ranks, action: Callable[[], T], failure: type[Exception]) -> T:
+    """What the action returned on this rank; where it failed on one rank, `failure` on all. Collective."""
+    results: list[T] = []
+    cause, problem = None, ""
     # whatever happens here, this rank comes to the collective: the others wait for it there
     try:
-        mine["value"] = action()
+        results.append(action())
     except Exception as error:
-        cause = error
-        mine["error"] = str(error) if isinstance(error, (failure, OSError)) else f"{type(error).__name__}: {error}"
-    results = ranks.all_gather_values(mine)  # all ranks; each hears the values and errors of all
-    errors = [result["error"] for result in results if "error" in result]
-    if errors:
-        raise failure(errors[0]) from cause
-    return [result["value"] for result in results]
+        cause, name = error, type(error).__name__
+        problem = (isinstance(error, (failure, OSError)) and str(error)) or f"{name}: {error}"
+    for message in filter(None, gather_exceptions(ranks, problem)):  # all ranks; the first that failed counts
+        raise failure(message) from cause
+    return results[0]

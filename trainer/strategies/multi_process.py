@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -194,12 +195,19 @@ class Meshed(Joined):
 
     @override
     def copies(self, network: nn.Module) -> NoReplicaCheck:
-        """Collective: compares each shard, and each whole tensor, with those of the ranks that hold the same."""
-        return make_replica_check(self, network, self.at())
+        """Compares each shard, and each whole tensor, with those of the ranks that hold the same."""
+        return make_replica_check(self, network, self.places())
 
     @override
     def at(self) -> dict[str, int]:
-        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True))
+        return self.places()[self.world.rank]
+
+    def places(self) -> list[dict[str, int]]:
+        """Where each rank is along each axis of the mesh: as the mesh says, so nobody need be asked."""
+        names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
+        # (ranks, axes): the indices of each entry, in the order of the ranks that the entries name
+        indices = torch.cartesian_prod(*map(torch.arange, ranks.shape)).view(-1, ranks.ndim)[ranks.flatten().argsort()]
+        return [dict(zip(names, index, strict=True)) for index in indices.tolist()]
 
     @override
     def groups(self) -> list[ProcessGroup]:

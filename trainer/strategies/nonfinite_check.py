@@ -76,7 +76,7 @@ class NonFiniteCheck:
     def check_before_save(self) -> None:
         """Collective, before a save: as `check`, if a loss or a norm so far is not finite."""
         # all ranks tell whether they have found anything
-        if any(self._ranks.all_gather_values(bool(self._has_found or self._find_broken()))):
+        if self._ranks.max_values([bool(self._has_found or self._find_broken())])[0]:
             self._report([])
 
     def check_state(self, step: int, tensors: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from trainer.parallel.optimizer_state import (
     refuse_checkpoint_shapes,
     restore_optimizer,
 )
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.parallel.rng.sample_rng import RNG_CLASSES, TorchRNG
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
@@ -208,7 +208,7 @@ class ParallelModel:
         if self.before_first_step:
             check_gradient_layouts(self.network)
             names = task_weights_with_gradient(self.task, self.network)
-            of_ranks = self.strategy.world.all_gather_values(names)  # all ranks, once; as a rule nothing
+            of_ranks = gather_exceptions(self.strategy.world, names)  # all ranks, once; as a rule nothing
             refuse_task_gradients(self.task, next(filter(None, of_ranks), []))
         norm = None
         if max_norm is not None or self.scaler.needs_norm:

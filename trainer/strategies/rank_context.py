@@ -117,25 +117,31 @@ MAX_VOTE_STEPS = 32  # steps between two votes, should they become slow all at o
 
 
 class StopVotes:
-    """The votes of one loop's ranks: at each step, or at every so many of them where a vote would take as long as one.
+    """The votes of one loop's ranks, each asked after a step's backward has begun and read at the end of a step.
 
-    Flags stay raised until they are heard. When the next vote comes follows from the last one, so that all ranks agree.
+    On CPUs it is read in the same step, and where a vote would take as long as a step there is one at every so many of
+    them. Beside a GPU it is asked in one step and read in the next: it travels while the host goes on, and no step
+    waits for it unless it takes longer than a step. Flags stay raised until they are heard. When the next vote comes
+    follows from the last one, so that all ranks agree.
     """
 
     def __init__(self, place: RankContext) -> None:
         self._place = place
-        # Beside a GPU a vote costs no time: there each step's vote is what hears of a rank that hangs before the host
+        # Beside a GPU a vote costs no time. One of two steps: a vote is what hears of a rank that hangs before the host
         # waits for the GPU, where nothing but NCCL's watchdog would end it.
         # A process alone need ask nobody: what is raised is the answer, at each step.
-        self._most = MAX_VOTE_STEPS if place.device.type == "cpu" and place.world.size > 1 else 1
-        self._apart = self._left = 1  # steps from the last vote to the next; how many of them are still to come
+        alone = place.world.size == 1
+        self._delay = 0 if alone or place.device.type == "cpu" else 1  # steps from asking to reading
+        self._most = 1 if alone else MAX_VOTE_STEPS if place.device.type == "cpu" else 2
+        # steps from the last answer to the next; how many of them are still to come
+        self._apart = self._left = 1 + self._delay
         self._since = -inf  # nothing is known about steps until the second vote
 
     def ask(self, *flags: bool) -> None:
-        """Collective where a vote is due, one for each step: start asking which flags any rank has raised."""
+        """Collective where a vote is due, called in each step: start asking which flags any rank has raised."""
         self._flags = (False,) * len(flags)
         self._left -= 1
-        if not self._left:
+        if self._left == self._delay:
             now = perf_counter()
             self._vote = self._begin((now - self._since) / self._apart, *flags)  # how long a step took, and the flags
             self._since = now
@@ -145,7 +151,7 @@ class StopVotes:
         if self._left:
             return self._flags
         slowest, *flags = self._vote.read()
-        self._apart = self._left = max(1, min(self._most, int(VOTE_INTERVAL / slowest)))
+        self._apart = self._left = max(1 + self._delay, min(self._most, int(VOTE_INTERVAL / slowest)))
         return [bool(flag) for flag in flags]
 
     def now(self, *flags: bool) -> Sequence[bool]:

@@ -6,6 +6,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from random import Random
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -36,7 +37,7 @@ class PendingComparison(NamedTuple):
     step: int
     splits: dict[str, int]  # name of a tensor of this rank → how it is split, an index into SPLITS
     sums: dict[str, Tensor]  # name → the sum of its bits; 0-d int64, on its device
-    totals: PendingSums  # (ranks, splits) int64: each rank has its row, with a sum for each way to split
+    totals: PendingSums  # (splits,) int64: what the ranks' shares of each way to split come to, 0 where all agree
 
 
 class NoReplicaCheck:
@@ -52,27 +53,32 @@ class NoReplicaCheck:
         """Collective: the same at once for the network and the average in a state to be saved."""
 
 
-def make_replica_check(context: RankContext, network: nn.Module, at: Mapping[str, int] | None = None) -> NoReplicaCheck:
-    """Collective: what compares the copies that the ranks hold, unless the configuration switches it off.
+def make_replica_check(
+    context: RankContext, network: nn.Module, places: Sequence[Mapping[str, int]] = ()
+) -> NoReplicaCheck:
+    """What compares the copies that the ranks hold, unless the configuration switches it off.
 
-    `at`: where this rank is along each axis of the mesh; None: every rank holds the same.
+    `places`: where each rank is along each axis of the mesh; empty: every rank holds the same.
     """
     if context.world.size == 1 or not context.machine.compare_copies:
         return NoReplicaCheck()
-    return ReplicaCheck(context.world, context.device, network, at or {})
+    return ReplicaCheck(context.world, context.device, network, places or [{}] * context.world.size)
 
 
 class ReplicaCheck(NoReplicaCheck):
     """Copies on all ranks, or on those ranks that are at the same place along some axes of a mesh."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, network: nn.Module, at: Mapping[str, int]) -> None:
-        """Collective. `at`: where this rank is along each axis of the mesh; empty: all ranks hold the same."""
+    def __init__(
+        self, ranks: Ranks, device: torch.device, network: nn.Module, places: Sequence[Mapping[str, int]]
+    ) -> None:
+        """`places`: where each rank is along each axis of the mesh."""
         self._ranks, self._device = ranks, device
         self._parameters = dict(network.named_parameters())
         self._statistics = running_statistics(network).keys()  # the same on all ranks after `settle`
-        places = ranks.all_gather_values(dict(at))  # all ranks, once; where each of them is
         # for each way to split, the groups of ranks (two or more) that hold the same
         self._groups = [_group_holders(places, axes) for axes in SPLITS]
+        # for each way to split, the factor of this rank's sum, (splits,) int64
+        self._factors = torch.tensor([_factor(ranks.rank, groups, split) for split, groups in enumerate(self._groups)])
         self._pending: PendingComparison | None = None  # of the last line
 
     @override
@@ -92,28 +98,26 @@ class ReplicaCheck(NoReplicaCheck):
         self._compare(self._start(step, weights))
 
     def _start(self, step: int, tensors: Mapping[str, Tensor]) -> PendingComparison:
-        """Collective: begin to add up a table over all ranks, in which each fills its own row."""
+        """Collective: begin to add up the ranks' sums, with factors that cancel out where copies are equal."""
         splits = {name: SPLITS.index(split_axes(tensor)) for name, tensor in tensors.items()}
         splits = {name: split for name, split in splits.items() if self._groups[split]}  # the others have no copies
         # a number for each tensor stays here, in case copies differ; only the sums of these are sent
         sums = bit_sums({name: tensors[name] for name in splits})
         tables = {}
         for device in dict.fromkeys((self._device, _CPU)):  # parameters may be offloaded to the host
-            table = torch.zeros(self._ranks.size, len(SPLITS), dtype=torch.int64, device=device)
+            row = torch.zeros(len(SPLITS), dtype=torch.int64, device=device)
             for split in {*splits.values()}:
                 local = [x for name, x in sums.items() if splits[name] == split and x.device == device]
                 if local:
-                    table[self._ranks.rank, split] = torch.stack(local).sum()
-            tables[device.type] = table
-        # all ranks; 64 bytes of each
+                    row[split] = torch.stack(local).sum()
+            tables[device.type] = _scramble(row) * self._factors.to(device)
+        # all ranks; 56 bytes of each, however many there are
         return PendingComparison(step, splits, sums, PendingSums(tables, self._ranks, self._device))
 
     def _compare(self, pending: PendingComparison) -> None:
-        """Collective if copies differ. Every rank has the whole table, so all come to the same result."""
-        rows = torch.stack([*pending.totals.read().values()]).sum(0).tolist()
-        for split, groups in enumerate(self._groups):
-            if any(len({rows[rank][split] for rank in ranks}) > 1 for ranks in groups):
-                self._raise_drift(pending)
+        """Collective if copies differ. Every rank has the same totals, so all come to the same result."""
+        if torch.stack([*pending.totals.read().values()]).sum(0).any():
+            self._raise_drift(pending)
 
     def _raise_drift(self, pending: PendingComparison) -> NoReturn:
         """Collective: find the tensors that differ, and the ranks that have other numbers than most."""
@@ -135,6 +139,30 @@ class ReplicaCheck(NoReplicaCheck):
             " changes weights on one rank alone (Task.after_step, a random number), or for a machine with faulty"
             " memory. Where ranks are to differ, or have different hardware: distributed.compare_copies=false"
         )
+
+
+def _factor(rank: int, groups: Sequence[Sequence[int]], split: int) -> int:
+    """What this rank multiplies its sum by: the factors of a group's ranks add up to 0, so equal sums cancel out.
+
+    Each is a random number, odd but for the first rank's: a difference can cancel out only by a chance of 2^-60.
+    """
+    factors = {other: Random(f"{split} {other}").getrandbits(64) | 1 for ranks in groups for other in ranks[1:]}
+    for ranks in groups:
+        if rank in ranks:
+            factor = factors[rank] if rank != ranks[0] else -sum(factors[other] for other in ranks[1:])
+            return (factor + 2**63) % 2**64 - 2**63  # as int64 wraps
+    return 0
+
+
+def _scramble(sums: Tensor) -> Tensor:
+    """A number for each of these int64 numbers, no two the same, in which each bit follows from all bits.
+
+    A difference in the highest bit alone would be lost in a product with an even number.
+    """
+    for shift, factor in ((32, 0x6A09E667F3BCC909), (29, 0x3C6EF372FE94F82B)):
+        # without the mask the sign would move in from the left
+        sums = (sums ^ ((sums >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return sums
 
 
 def _group_holders(places: Sequence[Mapping[str, int]], axes: Sequence[str]) -> list[list[int]]:

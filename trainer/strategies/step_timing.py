@@ -15,11 +15,11 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from trainer.data.nested_tensors import first_tensor
-from trainer.parallel.buckets import PendingSums
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Ranks, Waitable
 
 STEP_PHASES = ("data", "forward and backward", "communication", "optimizer", "log")  # of every step, in order of time
 PHASES = (*STEP_PHASES, "evaluation", "save")
@@ -111,7 +111,6 @@ MIN_STEPS, MIN_SECONDS = 10, 2.0  # ranks are compared over at least so many ste
 THRESHOLD = 0.25  # part of the time by which a rank is above the others: without it steps would be so much shorter
 CAUSES = ("stood still (stopped, swapped out, or without a processor)", "read its data", "computed")
 COMPUTED = 2  # the cause that can be compared only among ranks with the same work
-_CPU = torch.device("cpu")
 
 
 class StragglerCheck:
@@ -123,31 +122,34 @@ class StragglerCheck:
     def __init__(self, ranks: Ranks, stage: int, on_cpu: bool) -> None:
         """Collective. `stage`: the stage of a pipeline that this rank has: other stages have other work."""
         self._ranks, self._on_cpu = ranks, on_cpu
-        places = ranks.all_gather_values((socket.gethostname(), stage))  # all ranks, once
+        # all ranks, once; the main one, which compares, hears of all
+        places = ranks.gather_values((socket.gethostname(), stage))
         self._hosts, self._stages = [host for host, _ in places], [stage for _, stage in places]
-        # (ranks, causes, then seconds of all phases and steps): the sum since the last comparison
-        self._sums = torch.zeros(ranks.size, len(CAUSES) + 2, dtype=torch.float64)
-        self._before = torch.zeros_like(self._sums[0])  # what the timer of this rank had at the last line
-        self._pending: PendingSums | None = None
+        # (ranks, causes, then seconds of all phases and steps): the sum since the last comparison; of the main rank
+        self._sums = torch.zeros(len(places), len(CAUSES) + 2, dtype=torch.float64)
+        self._before = torch.zeros(len(CAUSES) + 2, dtype=torch.float64)  # what this rank's timer had at the last line
+        self._pending: tuple[list[Tensor], Waitable] | None = None
         self._slow: set[int] = set()  # ranks that were reported and have not recovered yet
 
     def start(self, timer: StepTimer) -> None:
-        """Collective, at a line: begin to tell all ranks what this one has spent since the last line."""
+        """Collective, at a line: begin to tell the main rank what this one has spent since the last line."""
         # the processors' time says how slow a CPU is; beside a GPU it says nothing, because waiting for it costs time
         computed = timer.cpu_seconds / torch.get_num_threads() if self._on_cpu else 0.0
         stalled, elapsed = (sum(seconds[phase] for phase in STEP_PHASES) for seconds in (timer.stalled, timer.elapsed))
         now = self._before.new_tensor([stalled, timer.elapsed["data"], computed, elapsed, timer.measured])
         now *= timer.measured > 0  # after the first step the timer begins anew
-        table = torch.zeros_like(self._sums)
-        table[self._ranks.rank], self._before = now - self._before, now
-        self._pending = PendingSums({"": table}, self._ranks, _CPU)  # all ranks; each fills in its row, 40 bytes
+        spent, self._before = now - self._before, now
+        self._pending = self._ranks.gather(spent)  # all ranks; 40 bytes of each to the main one
 
     def read(self) -> list[str]:
-        """When the numbers have arrived: a sentence for each rank that has begun to hold up the others."""
+        """When the numbers have arrived: on the main rank a sentence for each that has begun to hold up the others."""
         if self._pending is None:
             return []
-        self._sums += self._pending.read()[""]
-        self._pending = None
+        (rows, under_way), self._pending = self._pending, None
+        under_way.wait()
+        if not rows:
+            return []
+        self._sums += torch.stack(rows)
         seconds, steps = self._sums[:, len(CAUSES) :].amax(0).tolist()
         if steps < MIN_STEPS or seconds < MIN_SECONDS:
             return []

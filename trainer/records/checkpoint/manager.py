@@ -214,7 +214,7 @@ class CheckpointManager:
         best_rank = max(
             (metric_rank(manifest.metrics, self.best) for manifest in others), default=(-math.inf, -math.inf)
         )
-        self._best_rank = self.ranks.all_gather_values(best_rank)[0]
+        self._best_rank = self.ranks.broadcast_value(best_rank)  # all ranks; two numbers
         return newest
 
     def is_best(self, metrics: dict[str, float] | None) -> bool:

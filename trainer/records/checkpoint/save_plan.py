@@ -2,8 +2,9 @@
 
 The plan follows from how tensors are sharded, and is kept as long as that stays the same.
 
-Ranks with the same layout exchange one hash, since each of them knows all else by itself. Where layouts differ (stages
-of a pipeline, owners of zero1), one rank of each group sends its layouts once.
+It is agreed on once for each layout: at later saves ranks send two bytes. Ranks with the same layout exchange one hash,
+since each of them knows all else by itself. Where layouts differ (stages of a pipeline, owners of zero1), one rank of
+each group sends its layouts.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class SavePlanner:
         self._keys: dict[str, tuple[Any, ...]] = {}  # by name, the layouts of this rank's tensors at the last save
         self._layouts: dict[str, TensorLayout] = {}  # the same, as other ranks can read it
         self._hashes: dict[str, str] = {}  # by component, a hash of its layouts
-        self._all_hashes: list[dict[str, str]] = []  # those of every rank
+        self._planned: dict[str, str] | None = None  # those that the present plans are for
         self._groups: list[LayoutGroup] = []
         self._plans: dict[bool, SavePlan] = {}  # True: the one without the frozen tensors
 
@@ -99,19 +100,16 @@ class SavePlanner:
         unchanged: are this rank's frozen tensors as they are in an older checkpoint; linked: what the main rank has
         links to there. FailedSave on all ranks where it fails on one.
         """
-        # all ranks; each sends a hash of each component's layouts, and one of the names that it has links for
-        answers = all_or_none(
-            self._ranks,
-            lambda: (self._hash_layouts(tensors, frozen), unchanged, _hash_of(sorted(linked))),
-            FailedSave,
-        )
-        all_hashes = [hashes for hashes, _, _ in answers]
-        if all_hashes != self._all_hashes:
-            self._groups, self._all_hashes, self._plans = self._gather_groups(all_hashes), all_hashes, {}
+        hashes = all_or_none(self._ranks, lambda: self._hash_layouts(tensors, frozen), FailedSave)
+        # all ranks; two bytes: is a layout another one than at the last save, are frozen tensors?
+        new_layout, thawed = self._ranks.max_values([hashes != self._planned, not unchanged])
+        if new_layout:
+            self._groups, self._planned, self._plans = self._gather_groups(hashes), hashes, {}
 
         # Frozen tensors are left out where no rank's have changed, and the main rank's links hold all of them.
         all_frozen = {name for group in self._groups for name, layout in group.layouts.items() if layout.frozen}
-        reused = all(same for _, same, _ in answers) and _hash_of(sorted(all_frozen)) == answers[0][2]
+        # all ranks, where there are such tensors; the main one says whether it has links to all
+        reused = bool(all_frozen) and not thawed and self._ranks.broadcast_value({*linked} == all_frozen)
         left_out = all_frozen if reused else set()
         without_frozen = bool(left_out)
         if without_frozen not in self._plans:
@@ -127,15 +125,21 @@ class SavePlanner:
             self._hashes = {component: _hash_of(layouts) for component, layouts in components.items()}
         return self._hashes
 
-    def _gather_groups(self, all_hashes: list[dict[str, str]]) -> list[LayoutGroup]:
-        """Collective where layouts differ: those of each group of ranks, in the order of their first ranks."""
+    def _gather_groups(self, hashes: dict[str, str]) -> list[LayoutGroup]:
+        """Collective: the layouts of each group of ranks, in the order of their first ranks."""
+        components = _by_component(self._layouts)
+        # all ranks; 16 bytes: a hash that is the largest and the smallest is the only one
+        digest = int(_hash_of(hashes)[:15], 16)
+        bounds = torch.tensor([digest, -digest])
+        self._ranks.all_reduce_max_(bounds).wait()
+        if not bounds.sum():
+            everybody = tuple(range(self._ranks.size))
+            return [LayoutGroup(layouts, everybody) for layouts in components.values()]
+        all_hashes = self._ranks.all_gather_values(hashes)  # all ranks; a hash of each component
         ranks_of: dict[tuple[str, str], list[int]] = {}  # component and hash → the ranks that hold it so
         for rank, hashes in enumerate(all_hashes):
             for item in hashes.items():
                 ranks_of.setdefault(item, []).append(rank)
-        components = _by_component(self._layouts)
-        if all(hashes == all_hashes[0] for hashes in all_hashes):
-            return [LayoutGroup(components[name], tuple(ranks)) for (name, _), ranks in ranks_of.items()]
         mine = {item: components[item[0]] for item, ranks in ranks_of.items() if ranks[0] == self._ranks.rank}
         # all ranks; the first of each group sends its layouts
         layouts_of = {item: layouts for sent in self._ranks.all_gather_values(mine) for item, layouts in sent.items()}

@@ -83,7 +83,7 @@ def open_newest(
     """
     # the main rank's list is everybody's: others may not see yet what was just renamed
     # all ranks; the main one sends the names of the candidates
-    names = ranks.all_gather_values([path.name for path in list_candidates(folder)] if ranks.is_main else [])[0]
+    names = ranks.broadcast_value([path.name for path in list_candidates(folder)] if ranks.is_main else [])
     problems: dict[Path, str] = {}
     # all ranks try the same one, and give it up together
     for path in (folder / name for name in names):
@@ -106,23 +106,28 @@ def open_checkpoint(path: Path, ranks: Ranks, required_state: Collection[str] = 
     # here: what this imports takes longer than a first step
     from trainer.records.checkpoint.tensor_files import check_finite, read_headers
 
-    verified: list[tuple[Manifest, dict[str, Any]]] = []
-
-    def verify() -> dict[str, dict[str, TensorShard]]:
+    def inspect() -> tuple[Manifest, dict[str, Any]] | None:
+        if not ranks.is_main:
+            return None
         manifest = read_manifest(path)
         check_sizes(manifest)
+        return manifest, read_state(manifest, required_state)
+
+    # the main rank looks for all: each file is asked for once
+    manifest, state = ranks.broadcast_value(all_or_none(ranks, inspect, CorruptCheckpoint))  # all ranks; both files
+
+    def verify() -> dict[str, dict[str, TensorShard]]:
         # each rank reads its portion of the files, for that takes time; headers last: they count only where the
         # bytes are what was written
         my_files = sorted(manifest.files)[ranks.rank :: ranks.size]
         check_hashes(manifest, my_files)
         if not manifest.facts.get(FINITE_FACT):
             check_finite(path, my_files)
-        verified.append((manifest, read_state(manifest, required_state)))
         return read_headers(path, my_files)
 
     # all ranks; each sends the headers of its files, so what is wrong with them together is so on all ranks
-    headers = all_or_none(ranks, verify, CorruptCheckpoint)
-    return _make_info(*verified[0], {file: tensors for my_files in headers for file, tensors in my_files.items()})
+    headers = ranks.all_gather_values(all_or_none(ranks, verify, CorruptCheckpoint))
+    return _make_info(manifest, state, {file: shards for my_files in headers for file, shards in my_files.items()})
 
 
 def inspect_checkpoint(manifest: Manifest, required_state: Collection[str] = ()) -> CheckpointInfo:

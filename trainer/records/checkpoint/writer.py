@@ -26,7 +26,7 @@ from trainer.launch.devices import available_host_memory, uses_pinned_memory
 from trainer.launch.safe_files import fsync_path, make_folder
 from trainer.launch.typed_values import refuse_unreadable
 from trainer.parallel.device_mesh import to_local
-from trainer.parallel.ranks import Ranks, all_or_none
+from trainer.parallel.ranks import Ranks, all_or_none, gather_exceptions
 from trainer.parallel.tensor_statistics import find_not_finite
 from trainer.records.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -70,7 +70,7 @@ def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, f
     step, needed = contents.step, contents.plan.nbytes + 2**20  # headers and JSON
     # a name that does not count: a crash from here to the commit leaves the older checkpoints as they were; and one
     # that the main rank draws for all, as ranks of a dead attempt may still be writing to theirs
-    draft = folder / f"{DRAFT}step-{step}-{ranks.all_gather_values(secrets.token_hex(4))[0]}"
+    draft = folder / f"{DRAFT}step-{step}-{ranks.broadcast_value(secrets.token_hex(4))}"
     try:
         # ranks wait for each other after each phase: one that fails stops all before the next
         _refuse_nonfinite(ranks, contents)
@@ -100,8 +100,9 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def _refuse_nonfinite(ranks: Ranks, contents: CheckpointContents) -> None:
     """Collective: NonFiniteState where a number of what is to be written is not finite."""
     checked = {name: tensor for name, tensor in contents.tensors.items() if name in contents.finite}
-    broken = all_or_none(ranks, lambda: find_not_finite(checked)[:1], FailedSave)
-    if any(broken):
+    # all ranks; as a rule no names
+    broken = gather_exceptions(ranks, all_or_none(ranks, lambda: find_not_finite(checked)[:1], FailedSave))
+    if broken:
         names_by_rank = [f"{name} on rank {rank}" for rank, names in enumerate(broken) for name in names]
         raise NonFiniteState(contents.step, names_by_rank)
 
@@ -132,11 +133,15 @@ def _write_files(ranks: Ranks, draft: Path, contents: CheckpointContents) -> Non
 def _hash_files(ranks: Ranks, draft: Path, links: FrozenLinks) -> dict[str, dict[str, Any]]:
     """Collective: what really lies there, brought to the disk and hashed; shared out, for reading it takes time.
 
-    Of links it is known: they are on the disk, and read again when somebody verifies the checkpoint.
+    The main rank, which writes the manifest, gets it. Of links it is known: they are on the disk, and read again when
+    somebody verifies the checkpoint.
     """
-    names = all_or_none(ranks, lambda: sorted({*os.listdir(draft)} - links.files.keys()), FailedSave)[0]
+    # the main rank looks for all: a thousand ranks that list one folder keep its server busy
+    listed = all_or_none(ranks, lambda: sorted(os.listdir(draft)) if ranks.is_main else [], FailedSave)
+    names = ranks.broadcast_value([name for name in listed if name not in links.files])  # all ranks
     mine = names[ranks.rank :: ranks.size]
-    by_rank = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name) for name in mine}, FailedSave)
+    hashed = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name) for name in mine}, FailedSave)
+    by_rank = ranks.gather_values(hashed)  # all ranks; sizes and hashes to the main one
     return {**links.files, **{name: entry for entries in by_rank for name, entry in entries.items()}}
 
 

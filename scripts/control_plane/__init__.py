@@ -1,0 +1,1 @@
+"""What the ranks of a run say to each other, counted: docs/scale.md."""
