@@ -234,13 +234,15 @@ def count_collectives(ledger: Ledger) -> None:
     for name, (position, formula) in _WAYS.items():
         if hasattr(dist, name):
             _replace(name, _counted(name, position, formula, ledger))
-    send = dist.isend
+    _replace("isend", _counted_send(dist.isend, ledger))  # torch's `send` calls it
 
-    def isend(tensor: Any, *args: Any, **options: Any) -> Any:
+
+def _counted_send(act: Any, ledger: Ledger) -> Any:
+    def counted(tensor: Any, *args: Any, **options: Any) -> Any:
         ledger.add("send", 1, tensor.nbytes)
-        return send(tensor, *args, **options)
+        return act(tensor, *args, **options)
 
-    _replace("isend", isend)
+    return counted
 
 
 def _counted(name: str, position: int, formula: Any, ledger: Ledger) -> Any:

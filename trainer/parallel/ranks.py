@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -167,20 +166,14 @@ class Group(Ranks):
 
     def send_value(self, value: Any, peer: int) -> list[tuple[Waitable, Tensor]]:
         """Start sending what JSON can say to one of the ranks, as CPU tensors; each must live until it is sent."""
-        return self._send_bytes(json.dumps(value).encode(), peer)
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        # to that rank: how long the text is, and the text
+        return [self.send(tensor, peer) for tensor in (torch.tensor([len(text)]), text)]
 
     def receive_value(self, peer: int) -> Any:
         """What one of the ranks sends by `send_value`; waits for it."""
-        return json.loads(self._receive_bytes(peer))
-
-    def _send_bytes(self, text: bytes, peer: int) -> list[tuple[Waitable, Tensor]]:
-        # to that rank: how long the text is, and the text; (bytes,)
-        tensors = torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return [self.send(tensor, peer) for tensor in tensors]
-
-    def _receive_bytes(self, peer: int) -> bytes:
         length = int(self.receive_(torch.zeros(1, dtype=torch.int64), peer))
-        return self.receive_(torch.empty(length, dtype=torch.uint8), peer).numpy().tobytes()
+        return json.loads(bytes(self.receive_(torch.empty(length, dtype=torch.uint8), peer).tolist()))
 
     def send(self, tensor: Tensor, peer: int) -> tuple[Waitable, Tensor]:
         """Start sending a tensor to one of the ranks; it must live until it is sent."""
@@ -213,11 +206,12 @@ class Group(Ranks):
         values, step = {self.rank: value}, 1
         while step < self.size:
             if self.rank & step:
-                for work, _ in self._send_bytes(pickle.dumps(values), self.rank - step):
-                    work.wait()
+                dist.send_object_list([values], group=self.group, group_dst=self.rank - step)
                 return []
             if self.rank + step < self.size:
-                values |= pickle.loads(self._receive_bytes(self.rank + step))
+                received: list[Any] = [None]
+                dist.recv_object_list(received, group=self.group, group_src=self.rank + step)
+                values |= received[0]
             step *= 2
         return [values[rank] for rank in range(self.size)]
 
