@@ -22,6 +22,7 @@ from trainer.api import build_run
 from trainer.jobs.trained_run import make_eval_loader, read_samples
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
+from trainer.records import weight_files
 
 USE = """
 import sys
@@ -118,6 +119,31 @@ def test_what_was_exported_loads_where_the_framework_is_not(run: Path, tmp_path:
     said = subprocess.run([sys.executable, "-c", USE, tmp_path], capture_output=True, text=True, check=False, cwd="/")
     assert said.returncode == 0, said.stderr
     assert said.stdout.split() == ["same", "same", "close", "other"]
+
+
+def test_large_weights_have_several_files_and_an_index(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["job=export", f"run.dir={run}", f"job.out={tmp_path}/model.safetensors"]
+    assert here(*words) == 0
+    whole = load_file(tmp_path / "model.safetensors")
+    largest = max(tensor.nbytes for tensor in whole.values())
+    monkeypatch.setattr(weight_files, "MAX_FILE_BYTES", largest)
+    assert here(*words) == 0
+    # as transformers looks for it; the one file of before would be taken first
+    assert not (tmp_path / "model.safetensors").exists()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    apart = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    assert apart.keys() == whole.keys()
+    assert all(torch.equal(apart[name], whole[name]) for name in whole)
+    assert all((tmp_path / file).stat().st_size < largest + 10_000 for file in files)
+    # and it is read back as it was
+    monkeypatch.undo()
+    assert here(*words) == 0
+    assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
 def test_of_several_processes_one_exports_and_waits_for_nobody(run: Path, processes: Processes) -> None:

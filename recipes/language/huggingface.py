@@ -81,8 +81,8 @@ class _Translated(Mapping[str, Tensor]):
 
 
 def save(network: Any, folder: Path) -> None:
-    """Write config.json and model.safetensors; transformers reads the folder."""
-    from safetensors.torch import save_file
+    """Write config.json and model.safetensors, of large networks in files of 5 GB; transformers reads the folder."""
+    from trainer.records.weight_files import write_weight_files
 
     own = network.state_dict()
     written: dict[str, Tensor] = {}
@@ -90,7 +90,7 @@ def save(network: Any, folder: Path) -> None:
         if name != "head.weight" or own[name].data_ptr() != own["embed.weight"].data_ptr():  # tied: once
             written |= dict(zip(pair.theirs, pair.part(own[name]), strict=True))
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: x.contiguous() for name, x in written.items()}, folder / "model.safetensors", {"format": "pt"})
+    write_weight_files(folder, "model", written, written.__getitem__)
     (folder / "config.json").write_text(json.dumps(configuration(network), indent=2) + "\n", encoding="utf-8")
 
 

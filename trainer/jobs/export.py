@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from trainer.data.class_renumbering import renumber_classes
 from trainer.data.data import Data, Preparation
 from trainer.data.nested_tensors import cast_floats, map_tensors, tensors
+from trainer.jobs.preparation import seeded_network
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.jobs.trained_run import (
     Which,
@@ -32,6 +34,10 @@ from trainer.launch.rendezvous import Launch
 from trainer.launch.safe_files import make_folder, replace_file
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
+from trainer.parallel.meta_model import build_meta_model, is_meta_model
+from trainer.parallel.optimizer_state import refuse_checkpoint_shapes
+from trainer.records.weight_files import write_weight_files
+from trainer.records.weight_sources import open_checkpoint_weights
 
 
 @dataclass(frozen=True)
@@ -208,33 +214,42 @@ class Export(Job):
                 " sample; job.format=pt2 and onnx do"
             )
         names, checkpoint = class_names(run, self.checkpoint), select_checkpoint(run, self.checkpoint)
-        network = load_network(run, checkpoint.path, average)
-        # under another name until it is whole: a file that is there can be used
-        draft = make_folder(path.parent) / f".{secrets.token_hex(4)}-{path.name}"
-        # the network alone, or a program of it
-        facts = self._write(run, network, names, draft)
-        size = _move_into_place(draft, path)
+        # under other names until all is whole: files that are there can be used
+        draft = make_folder(path.parent / f".{secrets.token_hex(4)}-{path.name}")
+        if self.format == "safetensors":
+            kind = _weights(run, checkpoint.path, average, draft, path.stem)
+            facts: dict[str, Any] | None = self._facts(run, names)
+        else:
+            network = load_network(run, checkpoint.path, average)
+            kind, facts = type(network).__name__, self._write(run, network, names, draft, path.name)
+        size = _move_into_place(draft, path if self.format == "huggingface" else path.parent, path)
         which = "moving average" if average else "weights"
         print(f"checkpoint  step {checkpoint.step} of {run_folder(run)}, its {which}")
-        print(f"written     {path}: {type(network).__name__}, {size:,} bytes")
+        print(f"written     {path}: {kind}, {size:,} bytes")
         if facts is not None:
             card = path.with_suffix(".json")
             replace_file(card, f"{json.dumps({'file': path.name} | facts, indent=2)}\n".encode())
             print(f"written     {card}: {', '.join(facts)}")
         return 0
 
-    def _write(self, run: RunParts, network: nn.Module, names: list[str], path: Path) -> dict[str, Any] | None:
+    def _write(
+        self, run: RunParts, network: nn.Module, names: list[str], folder: Path, name: str
+    ) -> dict[str, Any] | None:
         """Write the network; what is to stand beside it: how it is called, and what its answers mean."""
         if self.format == "huggingface":
-            _huggingface(run, network, names, path)
+            _huggingface(run, network, names, folder)
             return None
-        if self.format in _WEIGHTS:
-            _WEIGHTS[self.format](network, path)
-            preparation = preparation_of(run.data)
-            return _describe_file(run.data, names, preparation.ready if preparation else None, "the network's output")
+        if self.format == "pt":
+            torch.save({key: value.contiguous() for key, value in network.state_dict().items()}, folder / name)
+            return self._facts(run, names)
         program = prepared_program(run, network) if self.prepared else network_program(run, network)
-        _PROGRAMS[self.format](program, path)
+        _PROGRAMS[self.format](program, folder / name)
         return _describe_file(run.data, names, program.takes, program.gives)
+
+    def _facts(self, run: RunParts, names: list[str]) -> dict[str, Any]:
+        """What is to stand beside weights."""
+        preparation = preparation_of(run.data)
+        return _describe_file(run.data, names, preparation.ready if preparation else None, "the network's output")
 
 
 def _describe_file(data: Data, names: list[str], takes: str | None, gives: str) -> dict[str, Any]:
@@ -258,31 +273,39 @@ def class_names(run: RunParts, which: Which) -> list[str]:
     return names + [str(number) for number in range(len(names), getattr(run.data, "num_classes", None) or 0)]
 
 
-def _move_into_place(draft: Path, path: Path) -> int:
-    """Give a file, or each file of a folder, its name; the bytes of all. Other files of that folder stay."""
-    if not draft.is_dir():
-        draft.replace(path)  # atomic: a reader finds the old file or the whole new one
-        return path.stat().st_size
-    make_folder(path)
-    files = [file.replace(path / file.name) for file in sorted(draft.iterdir())]
+def _move_into_place(draft: Path, folder: Path, path: Path) -> int:
+    """Give each file its name in this folder; the bytes of all. Other files of the folder stay.
+
+    path: what was asked for, one file or an index of several: of an earlier export neither may stay beside the other.
+    """
+    make_folder(folder)
+    index = path.with_name(f"{path.name}.index.json")
+    new = {file.name for file in draft.iterdir()}
+    for stale in ({path, index} if path != folder else set()) - {folder / name for name in new}:
+        stale.unlink(missing_ok=True)
+    files = [file.replace(folder / file.name) for file in sorted(draft.iterdir())]
     draft.rmdir()
     return sum(file.stat().st_size for file in files)
 
 
-def _safetensors(network: nn.Module, path: Path) -> None:
-    from trainer.records.checkpoint.tensor_files import write_safetensors
-
-    # every name has its values: load_state_dict wants those of tied weights, too, which the format keeps apart
-    write_safetensors(path, network.state_dict())
-
-
-def _pt(network: nn.Module, path: Path) -> None:
-    torch.save({name: value.contiguous() for name, value in network.state_dict().items()}, path)
+def _weights(run: RunParts, checkpoint: Path, average: bool, folder: Path, name: str) -> str:
+    """Write the weights of a checkpoint, a tensor at a time; the name of the network's class."""
+    network, _ = build_meta_model(partial(seeded_network, run))
+    if not is_meta_model(network) or hasattr(network, "merged"):  # what is to be written needs the network's values
+        network = load_network(run, checkpoint, average)
+        values = network.state_dict()
+        write_weight_files(folder, name, values, values.__getitem__)
+        return type(network).__name__
+    # every name has its values: load_state_dict wants those of tied weights, too
+    values = network.state_dict()
+    weights = open_checkpoint_weights(checkpoint, average=average)  # verified byte by byte
+    refuse_checkpoint_shapes({key: value.shape for key, value in values.items()}, weights.tensors)
+    write_weight_files(folder, name, {key: weights.tensors[key] for key in values}, weights.read)
+    return type(network).__name__
 
 
 def _huggingface(run: RunParts, network: nn.Module, names: list[str], path: Path) -> None:
     """The folder as the task writes it; with the names of the classes, and how images are prepared."""
-    path.mkdir(exist_ok=True)
     run.task.save_pretrained(network, path)
     preparation, config = preparation_of(run.data), path / "config.json"
     if preparation and preparation.processor:
@@ -295,5 +318,4 @@ def _huggingface(run: RunParts, network: nn.Module, names: list[str], path: Path
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-_WEIGHTS: dict[str, Callable[[nn.Module, Path], None]] = {"safetensors": _safetensors, "pt": _pt}
 _PROGRAMS: dict[str, Callable[[Program, Path], None]] = {"pt2": Program.save, "onnx": Program.save_onnx}

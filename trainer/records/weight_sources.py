@@ -59,6 +59,12 @@ class CheckpointWeights(WeightSource):
     checkpoint: CheckpointInfo = field(kw_only=True)
     averaged: Collection[str] = ()  # names of which the moving average is meant
 
+    def read(self, name: str) -> Tensor:
+        """The values of one tensor, put together from the shards of all files; nothing else is kept."""
+        from trainer.records.checkpoint.tensor_files import read_tensor
+
+        return read_tensor(self.checkpoint, EMA_PREFIX + name if name in self.averaged else name)
+
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill these in place, whoever wrote which shard of them."""
         from trainer.records.checkpoint.tensor_files import load_tensors
@@ -103,7 +109,7 @@ def _open_run_weights(path: Path, best: str) -> WeightSource:
     return open_checkpoint_weights(best_checkpoint.path, why, average=metric.startswith("ema_"))
 
 
-def open_checkpoint_weights(path: Path, why: str = "", average: bool = False) -> WeightSource:
+def open_checkpoint_weights(path: Path, why: str = "", average: bool = False) -> CheckpointWeights:
     """The network's own tensors of one checkpoint; with `average` the moving averages of those that have one."""
     checkpoint = open_checkpoint(path, Ranks())  # this process alone: every byte is compared with its sha256
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(OTHER_PREFIXES)}

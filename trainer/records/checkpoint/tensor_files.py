@@ -122,6 +122,19 @@ def load_tensors(tensors: dict[str, Tensor], checkpoint: CheckpointInfo) -> None
         )
 
 
+def read_tensor(checkpoint: CheckpointInfo, name: str) -> Tensor:
+    """One whole tensor of a verified checkpoint, on the CPU: what each file holds of it, put together."""
+    whole = torch.empty_like(checkpoint.tensors[name], device="cpu")
+    for file, shards in checkpoint.headers.items():
+        if name in shards:
+            shard = shards[name]
+            place = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))
+            # opened anew: what a file that stays open has mapped would count as this process's memory
+            with safe_open(checkpoint.path / file, "pt") as opened:
+                whole[place] = opened.get_tensor(name)
+    return whole
+
+
 @contextmanager
 def _raise_original_errors() -> Iterator[None]:
     """An error as it was where it happened: torch hands it to all ranks in a parcel."""
