@@ -66,6 +66,7 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
         "data.data",
         "data.rng",
         "messages",
+        "records.weight_files",
     )
     names = (
         "BadData",
