@@ -10,13 +10,16 @@ outermost one that is known here is the phase.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -89,25 +92,38 @@ class Ledger:
         self._lock = threading.Lock()
         self.messages: Counter[Kind] = Counter()
         self.nbytes: Counter[Kind] = Counter()
-        self.connections = 0
+        self.seconds: defaultdict[Kind, float] = defaultdict(float)  # of rank 0, with its waiting
+        self.connections = self.open_files = 0
 
-    def add(self, way: str, messages: int, nbytes: int) -> None:
+    @contextmanager
+    def time(self) -> Iterator[list[float]]:
+        """What is done inside takes so long; nothing where another rank does it."""
+        clock, began = [0.0], perf_counter()
+        yield clock
+        if threading.current_thread().name in ("rank 0", "MainThread"):
+            clock[0] = perf_counter() - began
+
+    def add(self, way: str, messages: int, nbytes: int, clock: Sequence[float] = (0.0,)) -> None:
         """Count what the calling thread sends at this moment."""
         kind = Kind(*_who_asks(), way)
         with self._lock:
             self.messages[kind] += messages
             self.nbytes[kind] += nbytes
+            self.seconds[kind] += clock[0]
+            if messages and kind.phase == "votes":
+                self.open_files = max(self.open_files, len(os.listdir("/proc/self/fd")))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        rows = [[*kind, count, self.nbytes[kind]] for kind, count in sorted(self.messages.items())]
-        return {"rows": rows, "connections": self.connections}
+        rows = [[*kind, n, self.nbytes[kind], self.seconds[kind]] for kind, n in sorted(self.messages.items())]
+        return {"rows": rows, "connections": self.connections, "open_files": self.open_files}
 
     def merge(self, counted: dict[str, Any]) -> None:
         """Add what another process has counted."""
-        for *kind, count, nbytes in counted["rows"]:
+        for *kind, count, nbytes, seconds in counted["rows"]:
             self.messages[Kind(*kind)] += count
             self.nbytes[Kind(*kind)] += nbytes
+            self.seconds[Kind(*kind)] += seconds
         self.connections += counted["connections"]
 
 
@@ -139,56 +155,54 @@ class CountingStore(dist.Store):
         self.ledger = ledger
         ledger.connections += 1
 
+    def _ask(self, way: str, *words: Any) -> Any:
+        with self.ledger.time() as clock:
+            answer = getattr(self.inner, way)(*words)
+        self.ledger.add(way, 1, _size(words) + _size(answer), clock)
+        return answer
+
     def set(self, key: str, value: Any) -> None:
-        self.ledger.add("set", 1, len(key) + len(value))
-        self.inner.set(key, value)
+        self._ask("set", key, value)
 
-    def get(self, key: str) -> bytes:
-        value = self.inner.get(key)
-        self.ledger.add("get", 1, len(key) + len(value))
-        return value
+    def get(self, key: str) -> Any:
+        return self._ask("get", key)
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        value = self.inner.compare_set(key, expected, desired)
-        self.ledger.add("compare_set", 1, len(key) + len(expected) + len(desired) + len(value))
-        return value
+    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
+        return self._ask("compare_set", key, expected, desired)
 
-    def add(self, key: str, amount: int) -> int:
-        self.ledger.add("add", 1, len(key) + 16)
-        return self.inner.add(key, amount)
+    def add(self, key: str, amount: int) -> Any:
+        return self._ask("add", key, amount)
 
-    def check(self, keys: list[str]) -> bool:
-        self.ledger.add("check", 1, sum(map(len, keys)))
-        return self.inner.check(keys)
+    def check(self, keys: list[str]) -> Any:
+        return self._ask("check", keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self.ledger.add("wait", 1, sum(map(len, keys)))
-        self.inner.wait(keys, *([] if timeout is None else [timeout]))
+        self._ask("wait", keys, *([] if timeout is None else [timeout]))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        values = self.inner.multi_get(keys)
-        self.ledger.add("multi_get", 1, sum(map(len, keys)) + sum(map(len, values)))
-        return values
+    def multi_get(self, keys: list[str]) -> Any:
+        return self._ask("multi_get", keys)
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self.ledger.add("multi_set", 1, sum(map(len, keys)) + sum(map(len, values)))
-        self.inner.multi_set(keys, values)
+        self._ask("multi_set", keys, values)
 
-    def delete_key(self, key: str) -> bool:
-        self.ledger.add("delete_key", 1, len(key))
-        return self.inner.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self.inner.num_keys()
+    def delete_key(self, key: str) -> Any:
+        return self._ask("delete_key", key)
 
     def has_extended_api(self) -> bool:
-        return self.inner.has_extended_api()
+        return bool(self.inner.has_extended_api())
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
 
     def clone(self) -> CountingStore:
         return _keep(CountingStore(self.inner.clone(), self.ledger))
+
+
+def _size(value: Any) -> int:
+    """The bytes of what is sent: texts as they are, numbers as 8."""
+    if isinstance(value, list | tuple):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, str | bytes) else 8 if isinstance(value, int) else 0
 
 
 _kept: list[CountingStore] = []
@@ -249,11 +263,14 @@ def _counted(name: str, position: int, formula: Any, ledger: Ledger) -> Any:
     act = getattr(dist, name)
 
     def counted(*args: Any, **options: Any) -> Any:
+        with ledger.time() as clock:
+            answer = act(*args, **options)
         group = options.get("group")
-        if dist.get_rank(group) == 0:
-            tensor = args[position] if len(args) > position else options["tensor"]
-            ledger.add(name, *formula(dist.get_world_size(group), tensor.nbytes, tensor.numel()))
-        return act(*args, **options)
+        tensor = args[position] if len(args) > position else options["tensor"]
+        size, first = dist.get_world_size(group), dist.get_rank(group) == 0
+        messages, nbytes = formula(size, tensor.nbytes, tensor.numel()) if first else (0, 0)
+        ledger.add(name, messages, nbytes, clock)
+        return answer
 
     return counted
 
