@@ -126,7 +126,7 @@ def _growth(messages: Mapping[int, float]) -> str:
 
 
 def cost_table(runs: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """What the process with all ranks took; and all messages for 1,024 ranks, by the growth of each kind."""
+    """What the process with all ranks took."""
     lines = ["| ranks | connections to the store | open files of all | MB for each rank | wall s |", "| --- " * 5 + "|"]
     for ranks, (part, _) in runs.items():
         memory = part["memory_mb"] / ranks
