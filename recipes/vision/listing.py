@@ -73,18 +73,18 @@ def _list(folder: Path, classes: Sequence[str]) -> tuple[Folders, Arrays]:
     """The folders, as they were before they were read, and the arrays of a listing."""
     folders: Folders = {}
     names, lengths, hashes, counts = bytearray(), [], [], []
-    skipped = len(os.path.join(folder, ""))
+    skipped = len(os.fsencode(os.path.join(folder, "")))
     for name in classes:
-        # a million paths would need 100 MB: only those of one class are held as such
-        files = sorted(path for path in _files_below(folder / name, folders) if path.lower().endswith(ENDINGS))
+        # as objects a million paths take 100 MB: only those of one class are held at a time, as bytes below the folder
+        pictures = (path for path in _files_below(folder / name, folders) if path.lower().endswith(ENDINGS))
+        files = sorted(os.fsencode(path)[skipped:] for path in pictures)
         if not files:
             what = "has no pictures" if (folder / name).is_dir() else "is not there: a class of the training pictures"
             raise Refusal(f"{escape_line(folder / name)} {what}; expected files ending in {' '.join(ENDINGS)}")
-        encoded = [os.fsencode(path[skipped:]) for path in files]
-        names += b"".join(encoded)
+        names += b"".join(files)
         counts.append(len(files))
-        lengths.append(numpy.fromiter(map(len, encoded), numpy.int64))
-        own = (crc32(path[path.rfind(b"/") + 1 :]) for path in encoded)
+        lengths.append(numpy.fromiter(map(len, files), numpy.int64))
+        own = (crc32(path[path.rfind(b"/") + 1 :]) for path in files)
         hashes.append(numpy.fromiter(own, numpy.uint32))
     return folders, {
         "counts": numpy.array(counts),
