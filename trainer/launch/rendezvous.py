@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 LOOPBACK = "127.0.0.1"  # where nobody else's machine gets in
-_CONNECTIONS = 4  # of each rank to the store: its own, and those of the threads that watch and listen
+# of each rank to rank 0: four to the store, its own and those of the threads that watch and listen; one of gloo, as the
+# main rank gathers
+_CONNECTIONS = 5
 _OWN_FILES = 512  # beside them: data, logs, checkpoints, other ranks
 ANSWER_TIMEOUT = timedelta(seconds=10)  # in which a store that listens answers, however busy its machine is
 PORT_ADVICE = "end that program, or give all ranks another MASTER_PORT (or another port in distributed.init_method)"
