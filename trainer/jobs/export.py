@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -215,14 +215,9 @@ class Export(Job):
             )
         names, checkpoint = class_names(run, self.checkpoint), select_checkpoint(run, self.checkpoint)
         # under other names until all is whole: files that are there can be used
-        draft = make_folder(path.parent / f".{secrets.token_hex(4)}-{path.name}")
-        if self.format == "safetensors":
-            kind = _weights(run, checkpoint.path, average, draft, path.stem)
-            facts: dict[str, Any] | None = self._facts(run, names)
-        else:
-            network = load_network(run, checkpoint.path, average)
-            kind, facts = type(network).__name__, self._write(run, network, names, draft, path.name)
-        size = _move_into_place(draft, path if self.format == "huggingface" else path.parent, path)
+        with TemporaryDirectory(dir=make_folder(path.parent), prefix=".") as scratch:
+            kind, facts = self._write(run, checkpoint.path, average, names, Path(scratch) / path.name)
+            size = _move_into_place(Path(scratch), path if self.format == "huggingface" else path.parent, path)
         which = "moving average" if average else "weights"
         print(f"checkpoint  step {checkpoint.step} of {run_folder(run)}, its {which}")
         print(f"written     {path}: {kind}, {size:,} bytes")
@@ -233,18 +228,25 @@ class Export(Job):
         return 0
 
     def _write(
-        self, run: RunParts, network: nn.Module, names: list[str], folder: Path, name: str
-    ) -> dict[str, Any] | None:
-        """Write the network; what is to stand beside it: how it is called, and what its answers mean."""
+        self, run: RunParts, checkpoint: Path, average: bool, names: list[str], path: Path
+    ) -> tuple[str, dict[str, Any] | None]:
+        """Write the network; the name of its class, and what is to stand beside it: how it is called, and what it says.
+
+        path: a file; of a folder, and of several files, its folder counts, and is empty.
+        """
+        if self.format == "safetensors":
+            return _weights(run, checkpoint, average, path.parent, path.stem), self._facts(run, names)
+        network = load_network(run, checkpoint, average)
+        kind = type(network).__name__
         if self.format == "huggingface":
-            _huggingface(run, network, names, folder)
-            return None
+            _huggingface(run, network, names, path.parent)
+            return kind, None
         if self.format == "pt":
-            torch.save({key: value.contiguous() for key, value in network.state_dict().items()}, folder / name)
-            return self._facts(run, names)
+            torch.save({key: value.contiguous() for key, value in network.state_dict().items()}, path)
+            return kind, self._facts(run, names)
         program = prepared_program(run, network) if self.prepared else network_program(run, network)
-        _PROGRAMS[self.format](program, folder / name)
-        return _describe_file(run.data, names, program.takes, program.gives)
+        _PROGRAMS[self.format](program, path)
+        return kind, _describe_file(run.data, names, program.takes, program.gives)
 
     def _facts(self, run: RunParts, names: list[str]) -> dict[str, Any]:
         """What is to stand beside weights."""
@@ -284,7 +286,6 @@ def _move_into_place(draft: Path, folder: Path, path: Path) -> int:
     for stale in ({path, index} if path != folder else set()) - {folder / name for name in new}:
         stale.unlink(missing_ok=True)
     files = [file.replace(folder / file.name) for file in sorted(draft.iterdir())]
-    draft.rmdir()
     return sum(file.stat().st_size for file in files)
 
 

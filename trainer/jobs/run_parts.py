@@ -157,7 +157,6 @@ def assemble(
     cfg = fill_data_facts(cfg, {name: getattr(data, name, None) for name in DATA_FACTS})
     machine.refuse_shared_devices()
     cfg = with_model_settings(cfg, arguments, names, run.dir or (f"{run.root}/{run.name}" if run.name else None))
-
     label = name_label(cfg, strategy)
 
     def make_learning() -> dict[str, Any]:
@@ -178,16 +177,16 @@ def assemble(
         make_optimizer=make_optimizer,
         spare_vectors=spare_vectors,
         sinks=[instantiate(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
-        open_folder=partial(
-            RunFolder.open,
-            *(run.root, run.name, run.dir, run.resume),
-            settings.checkpoint.mirror,
-            machine.launch,
-            label,
-        ),
+        open_folder=_folder_opener(settings, launch, label),
         data=data,
         make_network=lambda: instantiate(cfg.model, nn.Module, "model", names),
     )
+
+
+def _folder_opener(settings: Settings, launch: Launch, label: str) -> Callable[..., RunFolder]:
+    """What opens the run's folder, given what looks at its beginning before."""
+    run = settings.run
+    return partial(RunFolder.open, run.root, run.name, run.dir, run.resume, settings.checkpoint.mirror, launch, label)
 
 
 def with_model_settings(

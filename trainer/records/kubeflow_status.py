@@ -58,6 +58,7 @@ class KubeflowStatus(ServiceSink):
     def _post(self, remaining: float | None) -> None:
         """Send what is known now; remaining: seconds to the end, if known."""
         self._posted = monotonic()
+        # what is not known is left out; lastUpdatedTime must be there, or the server refuses
         status = {
             **({"progressPercentage": min(100, 100 * self._step // self._steps)} if self._steps else {}),
             **({} if remaining is None else {"estimatedRemainingSeconds": round(remaining)}),
@@ -74,6 +75,7 @@ def _send(url: str, content: dict[str, object]) -> None:
         headers["Authorization"] = (
             f"Bearer {Path(os.environ[TOKEN_FILE]).read_text().strip()}"  # read anew: it is renewed
         )
+    # the cluster's own authority, which no system knows
     trust = ssl.create_default_context(cafile=os.environ.get(CERTIFICATE)) if url.startswith("https:") else None
     request = Request(url, json.dumps(content).encode(), headers, method="POST")
     with urlopen(request, timeout=POST_TIMEOUT, context=trust):

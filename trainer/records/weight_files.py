@@ -44,6 +44,7 @@ def write_weight_files(
     ]
     for file, part in zip(files, parts, strict=True):
         _write_file(folder / file, {key: shapes[key] for key in part}, read)
+    # of one file nobody needs an index
     if len(parts) == 1:
         return files
     # which file each tensor lies in, as transformers looks for it
@@ -60,6 +61,7 @@ def _divide(shapes: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     parts: list[list[str]] = [[]]
     size = 0
     for name, tensor in shapes.items():
+        # a tensor is never divided: one that is larger than a file has a file of its own
         if parts[-1] and size + tensor.nbytes > limit:
             parts.append([])
             size = 0
@@ -72,6 +74,7 @@ def _write_file(path: Path, shapes: Mapping[str, Tensor], read: Callable[[str], 
     """One file: the length of the header, the header with the place of each tensor, the tensors' bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
+    # where each tensor's bytes begin and end, behind the header
     for name, tensor in shapes.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _TYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
