@@ -36,6 +36,15 @@ class Sources(Protocol):
         """What tells these pictures from others."""
 
 
+class LostPictures(Exception):
+    """Several pictures cannot be read, for one reason: their shard is missing."""
+
+    def __init__(self, reason: str, indices: Tensor) -> None:
+        """indices: (n,) of the pictures."""
+        super().__init__(reason)
+        self.indices = indices
+
+
 class DecodedPictures(Pictures):
     """Pictures (C, image_size, image_size) out of compressed ones: random windows in training, else central squares.
 
@@ -119,10 +128,20 @@ class Decoded(Dataset):
         So what stands for it follows from the files alone, and is the same on every rank. BadData where it is to end
         the run, or where there is none.
         """
-        for at in range(index, index + _MOST):
+        attempts = 0
+        for at in range(index, index + len(self.labels)):
             at %= len(self.labels)
+            if self._damaged.is_known(at):
+                continue
+            if (attempts := attempts + 1) > _MOST:
+                break
             try:
                 picture = decode(self.sources.source(at), self._size, self._channels, self._window)
+            except BadData:  # a server that does not answer: no picture is damaged
+                raise
+            except LostPictures as error:
+                self._damaged.met(error.indices, str(error))
+                continue
             except Exception as error:  # PIL has many, as formats have
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._damaged.met(at, f"{escape_line(self.sources.name(at))} cannot be read as a picture: {reason}")
@@ -146,9 +165,13 @@ class Decoded(Dataset):
 class Strict:
     """A damaged picture ends the run."""
 
-    def met(self, at: int, said: str) -> None:
+    def met(self, at: int | Tensor, said: str) -> None:
         """BadData with what is wrong."""
         raise BadData(f"{said}; data.on_bad=skip takes another in its place")
+
+    def is_known(self, at: int) -> bool:
+        """No picture is: the first damaged one ends the run."""
+        return False
 
     def seen(self) -> list[int]:
         """None was replaced."""
@@ -165,8 +188,15 @@ class Lenient:
             len(sources.labels), dtype=torch.bool
         ).share_memory_()  # (N,), the same in every worker
 
-    def met(self, at: int, said: str) -> None:
-        """Remember it. BadData with the names of some where this is one too many, of those that this rank has met."""
+    def is_known(self, at: int) -> bool:
+        """Was this one met before, by any worker process? It is not tried again."""
+        return bool(self._flags[at])
+
+    def met(self, at: int | Tensor, said: str) -> None:
+        """Remember it, or all of these (n,).
+
+        BadData with the names of some where this is one too many, of those that this rank has met.
+        """
         self._flags[at] = True
         bad, size = int(self._flags.sum()), len(self._flags)
         if bad > math.ceil(self._budget * size):
