@@ -142,6 +142,9 @@ def s3_server() -> Iterator[S3Server]:
     try:
         yield server
     finally:
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()  # of this process: the next server has another address
         server.released.set()
         http.shutdown()
         http.server_close()
