@@ -27,7 +27,7 @@ def requeue_if_unfinished(code: int, lead: float = 0.0, env: Mapping[str, str] =
     """
     if not env.get("SLURM_JOB_ID") or code in (0, 2):
         return False
-    job = _show_job(env["SLURM_JOB_ID"])
+    job = _show_job(_job_name(env))
     # asked by another process of the job already, or Slurm itself has ended it for another start
     if int(job.get("Restarts", 0)) > int(env.get("SLURM_RESTART_COUNT") or 0):
         return True
@@ -61,10 +61,17 @@ def _show_job(number: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", "\n".join(reversed(lines))))
 
 
+def _job_name(env: Mapping[str, str]) -> str:
+    """What Slurm calls this job. The number of an array's last job is also that of the array: all jobs in it."""
+    if "SLURM_ARRAY_JOB_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env["SLURM_JOB_ID"]
+
+
 def _request_requeue(env: Mapping[str, str], why: str) -> bool:
     if env.get("SLURM_PROCID", "0") != "0":  # the first task does it for all
         return True
-    ended = _run_slurm_command("scontrol", "requeue", env["SLURM_JOB_ID"])
+    ended = _run_slurm_command("scontrol", "requeue", _job_name(env))
     if ended.returncode:
         return _report(f"{why}, but Slurm does not run it again: {ended.stderr.strip()}", False)
     return _report(f"{why}; Slurm runs it again", True)
