@@ -177,7 +177,7 @@ def assemble(
         make_optimizer=make_optimizer,
         spare_vectors=spare_vectors,
         sinks=[instantiate(node, Sink, f"log.{name}", names) for name, node in cfg.log.items()],
-        open_folder=_folder_opener(settings, launch, label),
+        open_folder=_folder_opener(settings, machine.launch, label),
         data=data,
         make_network=lambda: instantiate(cfg.model, nn.Module, "model", names),
     )
