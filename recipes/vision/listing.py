@@ -121,7 +121,7 @@ def _files_below(folder: Path, folders: Folders) -> Iterator[str]:
             continue
         except OSError as error:
             raise Refusal(f"{escape_line(at)} cannot be read: {error.strerror}") from error
-        for path in inner:
+        for path in sorted(inner):  # on every disk the same one is named
             if os.path.islink(path) and Path(place).is_relative_to(goal := os.path.realpath(path)):
                 raise Refusal(
                     f"{escape_line(path)} is a link to {escape_line(goal)}, a folder that it lies in: remove the link"
