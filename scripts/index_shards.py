@@ -16,7 +16,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy
 from safetensors.numpy import load, save
@@ -83,7 +82,6 @@ class Parts:
 
     def __init__(self, place: str) -> None:
         self._remote = Remote(place)
-        self._files, self._root = self._remote.files()
 
     def read(self, identity: str) -> tuple[Arrays, list[str]] | None:
         """The part of a shard; None where it has not been scanned."""
@@ -96,31 +94,20 @@ class Parts:
     def write(self, identity: str, arrays: Arrays, names: list[str]) -> None:
         """Keep the part of a shard."""
         text = {"names": numpy.frombuffer("\n".join(names).encode(), numpy.uint8)} if names else {}
-        path, content = self._path(identity), save({**arrays, **text})
-        self._remote.insist(path, lambda: put(self._files, f"{self._root}/{path}", content))
+        self._remote.write(self._path(identity), save({**arrays, **text}))
 
     def _path(self, identity: str) -> str:
         return f"parts/{sha256(identity.encode()).hexdigest()[:24]}.safetensors"
-
-
-def put(files: Any, path: str, content: bytes) -> None:
-    """Write a file; on a disk under another name first, for this process may be killed."""
-    if "file" not in files.protocol:
-        files.pipe_file(path, content)  # an object is there when all of it is
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(f"{path}.draft")
-    draft.write_bytes(content)
-    draft.rename(path)
 
 
 def writable_place(root: str, out: str | None) -> str:
     """Where the index is written: the first place that takes a file."""
     places = index_place(root, out if out is None or "://" in out else str(expand_home(out).absolute()), cache_folder())
     for place in places:
-        files, path = Remote(place).files()
+        remote = Remote(place, attempts=1)
+        files, path = remote.files()
         try:
-            put(files, f"{path}/.writable", b"")
+            remote.write(".writable", b"")
             files.rm_file(f"{path}/.writable")
             return place
         except Exception as error:  # a file system of fsspec says in its own way that it cannot be written

@@ -140,17 +140,35 @@ def test_a_bucket_that_takes_nothing_harms_no_run_and_is_named(
 
 def test_damaged_copies_are_passed_over_and_half_ones_are_none(in_process: S3Server, tmp_path: Path) -> None:
     here(*at(tmp_path / "first", "loop.epochs=4"))
-    files = in_process.files()
-    newest, middle = (f"{BUCKET}/runs/mine/step-{step:08d}" for step in (44, 33))
-    files.rm_file(f"{newest}/manifest.json")  # as where a copy was interrupted
-    (tensors,) = [path for path in files.ls(middle, detail=False) if "model-00001" in path]
-    content = bytearray(files.cat_file(tensors))
-    content[-1] ^= 1
-    files.pipe_file(tensors, bytes(content))
+    in_process.files().rm_file(f"{BUCKET}/runs/mine/step-00000044/manifest.json")  # as where a copy was interrupted
+    damage(in_process, 33)
     here(*at(tmp_path / "second"))
     assert lines(tmp_path / "second/mine", "train")[0]["step"] == 23
     # and what was half copied is whole again
     assert copies(in_process) == STEPS[-3:]
+
+
+def damage(server: S3Server, step: int) -> None:
+    """Change a bit of a copy's tensors."""
+    files = server.files()
+    (tensors,) = [path for path in files.ls(f"{BUCKET}/runs/mine/step-{step:08d}", detail=False) if "-00001-of" in path]
+    content = bytearray(files.cat_file(tensors))
+    content[-1] ^= 1
+    files.pipe_file(tensors, bytes(content))
+
+
+def test_a_damaged_copy_takes_no_place_of_a_whole_one(
+    in_process: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here(*at(tmp_path / "first", "checkpoint.keep=2"))
+    damage(in_process, 44)
+    end_after(monkeypatch, 42)
+    with pytest.raises(Killed):
+        here(*at(tmp_path / "second", "checkpoint.keep=1", "loop.save_every=4", "checkpoint.asynchronous=false"))
+    assert lines(tmp_path / "second/mine", "train")[0]["step"] == 34
+    # the next machine goes on from the last save
+    here(*at(tmp_path / "third", "checkpoint.keep=1"))
+    assert lines(tmp_path / "third/mine", "train")[0]["step"] == 41
 
 
 def test_a_new_run_of_an_old_name_is_refused(in_process: S3Server, tmp_path: Path) -> None:

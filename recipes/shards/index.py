@@ -58,10 +58,9 @@ def write_index(place: str, summary: dict[str, Any], arrays: Arrays) -> str:
     content = save(arrays)
     digest = sha256(content + json.dumps(summary, sort_keys=True).encode()).hexdigest()[:16]
     remote = Remote(place)
-    files, root = remote.files()
-    remote.insist(digest, lambda: files.pipe_file(f"{root}/{digest}.safetensors", content))
+    remote.write(f"{digest}.safetensors", content)
     text = json.dumps({"format": _FORMAT, "digest": digest, **summary}, indent=1) + "\n"
-    remote.insist(_SUMMARY, lambda: files.pipe_file(f"{root}/{_SUMMARY}", text.encode()))
+    remote.write(_SUMMARY, text.encode())
     return digest
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.messages import BadData, Refusal, first_line
@@ -47,6 +49,18 @@ class Remote:
         # a simple web server answers with the whole file, whatever range was asked for
         ignored = start is not None and stop is not None and len(content) > stop - start
         return content[start:stop] if ignored else content
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file, which is never there in part: this process may be killed."""
+        files, root = self.files()
+        target = f"{root}/{path}"
+        if not self.is_local:  # an object is there when all of it is
+            self.insist(path, lambda: files.pipe_file(target, content))
+            return
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(f"{target}.{os.getpid()}")
+        draft.write_bytes(content)
+        draft.rename(target)
 
     def insist(self, path: str, request: Callable[[], Result]) -> Result:
         """What a request about a file gives, tried several times.

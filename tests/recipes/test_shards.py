@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from recipes.shards.blocks import block_of_samples
+from recipes.shards.cache import BlockCache
 from recipes.shards.lanes import shuffled
 from tests.commands import ROOT, Command, curve, lines, single
 from tests.inside import here
@@ -67,6 +68,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     again = index(str(folder))
     assert again.splitlines()[0] == "8 of 8 shards were indexed already"
     assert again.splitlines()[1:] == screen.splitlines()[SHARDS:]
+    # as a kill leaves it: some shards are not done, and there is no summary
+    whole = (folder / "shards_index/index.json").read_text()
+    next((folder / "shards_index/parts").iterdir()).unlink()
+    (folder / "shards_index/index.json").unlink()
+    resumed = index(str(folder))
+    assert "7 of 8 shards were indexed already" in resumed
+    assert (folder / "shards_index/index.json").read_text() == whole
     return folder
 
 
@@ -116,8 +124,8 @@ def test_a_bucket_gives_the_curve_of_a_folder_whatever_goes_wrong_on_the_way(
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_no_two_ranks_read_the_same_blocks(folder: Path, ranks: int) -> None:
-    """Not even in part, where the lanes are a multiple of the ranks: each reads its own of the data (datasets#6623)."""
+def test_ranks_do_not_read_the_same_data(ranks: int) -> None:
+    """Of 96 blocks each rank reads its own; only where two lanes meet in a block two ranks do (datasets#6623)."""
     blocks = torch.arange(96).repeat_interleave(5)  # of each sample
     order = shuffled(blocks, 12, torch.Generator().manual_seed(3))
     assert sorted(order.tolist()) == list(range(len(blocks)))  # every sample once
@@ -126,8 +134,31 @@ def test_no_two_ranks_read_the_same_blocks(folder: Path, ranks: int) -> None:
         {int(blocks[at]) for start in range(0, len(order), batch) for at in order[start : start + batch][rank::ranks]}
         for rank in range(ranks)
     ]
-    shared = sum(map(len, read)) - len(set.union(*read))
-    assert shared <= 12  # at most where two lanes meet in a block
+    assert set.union(*read) == set(range(96))
+    assert sum(map(len, read)) - 96 < 12  # the lanes meet eleven times at most
+
+
+def test_the_cache_is_bounded_and_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path / "cache", limit=1000)
+    for number in range(30):
+        cache.fill(number, 100, lambda: bytes(100))
+        if number == 20:  # read just now, so others go first
+            assert cache.read(20, 0, 100) == bytes(100)
+        assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.block")) <= 1000
+    assert [cache.holds(number) for number in (0, 19, 29)] == [False, False, True]
+
+    # a process that dies while it reads a block: what it has begun is no block, and the next one is not kept waiting
+    def die() -> bytes:
+        (tmp_path / "cache/40.draft").write_bytes(b"half")
+        os._exit(1)
+
+    child = os.fork()
+    if not child:
+        cache.fill(40, 100, die)
+    os.waitpid(child, 0)
+    assert not cache.holds(40)
+    cache.fill(40, 100, lambda: b"y" * 100)
+    assert cache.read(40, 0, 100) == b"y" * 100
 
 
 def test_a_missing_shard_is_named_and_has_its_budget(in_process: S3Server, tmp_path: Path) -> None:

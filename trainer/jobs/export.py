@@ -235,7 +235,7 @@ class Export(Job):
         path: a file; of a folder, and of several files, its folder counts, and is empty.
         """
         if self.format == "safetensors":
-            return _weights(run, checkpoint, average, path.parent, path.stem), self._facts(run, names)
+            return _weights(run, checkpoint, average, path.parent, path.stem), _describe_file(run.data, names)
         network = load_network(run, checkpoint, average)
         kind = type(network).__name__
         if self.format == "huggingface":
@@ -243,20 +243,18 @@ class Export(Job):
             return kind, None
         if self.format == "pt":
             torch.save({key: value.contiguous() for key, value in network.state_dict().items()}, path)
-            return kind, self._facts(run, names)
+            return kind, _describe_file(run.data, names)
         program = prepared_program(run, network) if self.prepared else network_program(run, network)
         _PROGRAMS[self.format](program, path)
         return kind, _describe_file(run.data, names, program.takes, program.gives)
 
-    def _facts(self, run: RunParts, names: list[str]) -> dict[str, Any]:
-        """What is to stand beside weights."""
-        preparation = preparation_of(run.data)
-        return _describe_file(run.data, names, preparation.ready if preparation else None, "the network's output")
 
-
-def _describe_file(data: Data, names: list[str], takes: str | None, gives: str) -> dict[str, Any]:
-    """What people must know to use the file, as JSON takes it."""
+def _describe_file(
+    data: Data, names: list[str], takes: str | None = None, gives: str = "the network's output"
+) -> dict[str, Any]:
+    """What people must know to use the file, as JSON takes it. takes: by default what the data makes of a sample."""
     preparation = preparation_of(data)
+    takes = takes or (preparation.ready if preparation else None)
     # null where the data does not say it
     facts = dict.fromkeys(("mean", "std", "image_size")) | (dict(preparation.facts) if preparation else {})
     return {"classes": names, **facts, "input": takes, "output": gives}
@@ -291,18 +289,19 @@ def _move_into_place(draft: Path, folder: Path, path: Path) -> int:
 
 def _weights(run: RunParts, checkpoint: Path, average: bool, folder: Path, name: str) -> str:
     """Write the weights of a checkpoint, a tensor at a time; the name of the network's class."""
-    network, _ = build_meta_model(partial(seeded_network, run))
-    if not is_meta_model(network) or hasattr(network, "merged"):  # what is to be written needs the network's values
+    outline, _ = build_meta_model(partial(seeded_network, run))
+    # every name has its values: load_state_dict wants those of tied weights, too
+    kind, values = type(outline).__name__, outline.state_dict()
+    if not is_meta_model(outline) or hasattr(outline, "merged"):  # what is to be written needs the network's values
+        del outline, values
         network = load_network(run, checkpoint, average)
         values = network.state_dict()
         write_weight_files(folder, name, values, values.__getitem__)
         return type(network).__name__
-    # every name has its values: load_state_dict wants those of tied weights, too
-    values = network.state_dict()
     weights = open_checkpoint_weights(checkpoint, average=average)  # verified byte by byte
     refuse_checkpoint_shapes({key: value.shape for key, value in values.items()}, weights.tensors)
     write_weight_files(folder, name, {key: weights.tensors[key] for key in values}, weights.read)
-    return type(network).__name__
+    return kind
 
 
 def _huggingface(run: RunParts, network: nn.Module, names: list[str], path: Path) -> None:

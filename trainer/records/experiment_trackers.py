@@ -180,9 +180,8 @@ def require_package(name: str) -> str:
     # the present one, such as wandb leaves, is no package
     spec = find_spec(name)
     if spec is None or spec.origin is None:
-        raise Refusal(
-            f"log=[{name}] needs the package {name}: pip install -e '.[{name}]'; or leave {name} out: log=[console]"
-        )
+        how = f"pip install -e '.[{name}]'; or leave {name} out: log=[console]"
+        raise Refusal(f"log=[{name}] needs the package {name}: {how}")
     return name
 
 

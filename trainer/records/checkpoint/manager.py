@@ -153,7 +153,7 @@ class CheckpointManager:
                 for path in select_surplus(list_complete(self.folder, self._rejected), self.keep, self.best):
                     if path != new_path:
                         remove_checkpoint(path)
-            self._mirror.update()
+            self._mirror.update(self._rejected)
 
     def failed(self) -> bool:
         """Has the save under way failed, as this rank knows? Then all must hear of it, and call `finish_save`."""
@@ -210,7 +210,7 @@ class CheckpointManager:
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best
         others = list_complete(self.folder, self._rejected) if self.ranks.is_main else []
         if self.ranks.is_main:
-            self._mirror.update()  # what an earlier start has left half copied
+            self._mirror.update(self._rejected)  # what an earlier start has left half copied
         best_rank = max(
             (metric_rank(manifest.metrics, self.best) for manifest in others), default=(-math.inf, -math.inf)
         )

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 class NoMirror:
     """Checkpoints stay where they are."""
 
-    def update(self) -> None:
-        """Checkpoints have come or gone."""
+    def update(self, rejected: Collection[Path] = ()) -> None:
+        """Checkpoints have come or gone. rejected: those that were found corrupt; they count for nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,10 +50,14 @@ class CheckpointMirror(NoMirror):
         self._problem = ""  # why the last try has failed
         self._copies: RemoteCopies | None = None  # once it was reached
         self._remote: dict[str, Manifest | None] | None = None  # what is there; None: not known
+        self._rejected: Collection[Path] = ()  # of the folder
+        # copies that the start has passed over, as they are later than what it goes on from; None: not looked yet
+        self._damaged: set[str] | None = None
         self._thread = Thread(target=self._work, name="mirror", daemon=True)
 
-    def update(self) -> None:
+    def update(self, rejected: Collection[Path] = ()) -> None:
         """Begin to copy what is new. Never waits."""
+        self._rejected = frozenset(rejected)
         self._changed.set()
         if not self._thread.is_alive() and not self._ending.is_set():
             self._thread.start()
@@ -116,17 +121,23 @@ class CheckpointMirror(NoMirror):
         remote = self._remote
         while True:
             # anew after each copy: newer ones may have come meanwhile, and older ones may be gone
-            here = {manifest.path.name: manifest for manifest in list_complete(self._folder)}
-            every = {**{name: manifest for name, manifest in remote.items() if manifest}, **here}
+            here = {manifest.path.name: manifest for manifest in list_complete(self._folder, self._rejected)}
+            if self._damaged is None:
+                newest = max((manifest.step for manifest in here.values()), default=-1)
+                self._damaged = {name for name, manifest in remote.items() if manifest and manifest.step > newest}
+            # what is damaged takes no place of what is whole, neither here nor there
+            whole = {name: copy for name, copy in remote.items() if copy and name not in self._damaged}
+            every = {**whole, **here}
             newest_first = sorted(every.values(), key=lambda manifest: -manifest.step)
             surplus = {path.name for path in select_surplus(newest_first, self._keep, self._best)}
-            missing = [name for name in here if name not in surplus and not _is_same(remote.get(name), here[name])]
+            missing = [name for name in here if name not in surplus and not _is_same(whole.get(name), here[name])]
             if not missing:
                 break
             name = max(missing, key=lambda name: here[name].step)
             remote[name] = None  # until it is whole
             self._upload(copies, here[name])
             remote[name] = here[name]
+            self._damaged.discard(name)
         # only after the new ones are there; what is not whole was left by a start that died
         for name in [name for name, manifest in remote.items() if manifest is None or name in surplus]:
             copies.remove(name)
