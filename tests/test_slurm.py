@@ -219,6 +219,35 @@ def test_a_request_to_save_is_no_request_to_run_again(cluster: Cluster, place: P
     assert cluster.job(number)["Restarts"] == "0"
 
 
+# The same for a job of an array, of one process. Slurm tells only what srun has started that the job is preempted.
+OF_ARRAY = """#!/bin/bash
+trap : TERM
+me=$SLURM_ARRAY_TASK_ID
+srun bash -c "trap 'exit 75' TERM; touch up-$me; while :; do sleep 0.1; done" &
+wait -n $!
+touch stopped-$me
+"$VENV/bin/python" -m trainer.launch.slurm_requeue 75 600
+exit 75
+"""
+
+
+@pytest.mark.long
+def test_of_an_array_only_the_preempted_job_runs_again(cluster: Cluster, place: Path) -> None:
+    (place / "job").write_text(OF_ARRAY)
+    words = ("--nodes=1", "--exclusive", "--ntasks=1", "--requeue", "--open-mode=append", "--output=job.log")
+    array = cluster.submit(place, "--array=1-2", *words, "job")
+    wait_for(lambda: all((place / f"up-{number}").exists() for number in (1, 2)))
+    jobs = {number: cluster.job(f"{array}_{number}") for number in (1, 2)}
+    # one of them has the number of the whole array: it is the one that is preempted
+    (preempted,) = [number for number, job in jobs.items() if job["JobId"] == array]
+    node = f"--nodelist={jobs[preempted]['NodeList']}"
+    cluster.submit(place, "--partition=high", node, "--exclusive", "--output=high.log", "--wrap=true")
+    cluster.again(f"{array}_{preempted}")
+    assert "preempted; Slurm runs it again" in log(place)
+    assert cluster.job(f"{array}_{3 - preempted}")["Restarts"] == "0"
+    cluster.ask("scancel", array)
+
+
 @pytest.mark.long
 def test_the_script_waits_until_slurm_has_noticed_a_dead_machine(cluster: Cluster, place: Path) -> None:
     number = job(cluster, place, ALONE="yes")
