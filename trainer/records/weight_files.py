@@ -20,6 +20,10 @@ _TYPES = {  # the names that safetensors has for types
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -29,15 +33,13 @@ _TYPES = {  # the names that safetensors has for types
 }
 
 
-def write_weight_files(
-    folder: Path, name: str, shapes: Mapping[str, Tensor], read: Callable[[str], Tensor], limit: int | None = None
-) -> list[str]:
-    """Write `name`.safetensors; or `name`-00001-of-00003.safetensors … and an index. Returns the names of the files.
+def write_weight_files(folder: Path, name: str, shapes: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """Write `name`.safetensors; or, above 5 GB, `name`-00001-of-00003.safetensors … and an index.
 
     shapes: tensors of these shapes and types, perhaps on meta, in the order in which they are written. read: the values
-    of one. limit: bytes of a file, 5 GB.
+    of one.
     """
-    parts = _divide(shapes, limit or MAX_FILE_BYTES)
+    parts = _divide(shapes, MAX_FILE_BYTES)
     files = [
         f"{name}.safetensors" if len(parts) == 1 else f"{name}-{number:05}-of-{len(parts):05}.safetensors"
         for number in range(1, len(parts) + 1)
@@ -46,14 +48,13 @@ def write_weight_files(
         _write_file(folder / file, {key: shapes[key] for key in part}, read)
     # of one file nobody needs an index
     if len(parts) == 1:
-        return files
+        return
     # which file each tensor lies in, as transformers looks for it
     index = {
-        "metadata": {"total_size": sum(shapes[key].nbytes for key in shapes)},
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in shapes.values())},
         "weight_map": {key: file for file, part in zip(files, parts, strict=True) for key in part},
     }
     (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return [*files, f"{name}.safetensors.index.json"]
 
 
 def _divide(shapes: Mapping[str, Tensor], limit: int) -> list[list[str]]:
