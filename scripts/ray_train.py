@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import ray.train
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 from torch import distributed
 
 import trainer
+
+try:
+    import ray.train
+    from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+except ImportError as error:
+    sys.exit(f"scripts/ray_train.py needs Ray Train ({error}): pip install -e '.[ray]'")
 
 
 def work(words: dict[str, list[str]]) -> None:
