@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import resource
@@ -23,6 +24,7 @@ from trainer.launch.rendezvous import Launch, connect_store, say_goodbye
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up
 KEPT = 8  # cases until all meshes go: to find out anew how DTensors are spread costs as much as a case with shards
+TRACE_AFTER = 200.0  # seconds until a rank that has not ended its case, and tidied up, writes on stderr where it is
 PARTING = 30.0  # the same, once a rank has failed: the others may wait for it in a collective
 
 
@@ -85,6 +87,7 @@ def _serve(pipe: Connection, first: bool) -> None:
         if (job := pipe.recv()) is None:
             return
         launch, function, args = job
+        faulthandler.dump_traceback_later(TRACE_AFTER)
         try:
             pipe.send((True, function(launch, *args)))
         except BaseException:
@@ -98,6 +101,7 @@ def _serve(pipe: Connection, first: bool) -> None:
             gc.collect()
             if case == 0:
                 gc.freeze()  # modules: looking at them again after every case costs more than most cases
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _forget_meshes(wholly: bool) -> None:

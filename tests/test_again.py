@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,27 @@ def test_a_failure_is_tried_again_as_long_as_there_is_progress(
 
 def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert end_of([ONCE, ONCE], 3, tmp_path, monkeypatch, asked=[signal.SIGTERM]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((signal.SIGSEGV, signal.SIGSEGV), [f"rank {rank} was ended by SIGSEGV; PYTHONF" for rank in (0, 1)]),
+        ((0, signal.SIGKILL), ["rank 1 was ended by SIGKILL; perhaps memory ran out"]),
+        ((0, 0), []),
+    ],
+)
+def test_what_ended_ranks_without_a_word_is_said(
+    numbers: Sequence[int], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
+        number = int(numbers[int(environment["RANK"])])
+        return subprocess.Popen([sys.executable, "-c", f"import os; {number} and os.kill(os.getpid(), {number})"])
+
+    code, _ = local_launcher.run_ranks([], 2, tmp_path, 0, start)
+    assert code == (1 if said else 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(start) for line, start in zip(lines, said, strict=True)] == [True] * len(said)
 
 
 def test_restarts_stand_with_processes() -> None:

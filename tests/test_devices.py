@@ -12,9 +12,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from tests.commands import SMALL, TRANSFORMER, curve, finish, lines
 from tests.inside import here
+from tests.strategies.toys import Plain
 from tests.watch import PHASES, Watch
 from trainer.launch.devices import accumulation_dtype
 from trainer.launch.rendezvous import Launch
@@ -22,7 +24,10 @@ from trainer.messages import Refusal
 from trainer.parallel.process_group import refuse_backend
 from trainer.records.checkpoint.manifest import read_manifest
 from trainer.records.checkpoint.store import inspect_checkpoint
+from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
+from trainer.strategies.pp import PP
+from trainer.strategies.tp import TP
 
 STEPS = ("schedule=constant", "loop.global_batch=120", "loop.micro_batches=2", "loop.max_norm=1", "loop.log_every=1")
 OFTEN = ("loop.eval_every=3", "loop.save_every=3", "ema.decay=0.9")
@@ -163,6 +168,14 @@ def test_a_backend_that_cannot_send_from_the_device_is_refused(kind, wanted, sai
         refuse_backend(kind, wanted)
     for fitting in (("cpu", None), ("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"), ("xpu", None)):
         refuse_backend(*fitting)
+
+
+@pytest.mark.parametrize("strategy", [TP(tensor=2), TP(context=2), FSDP(tensor=2), PP()])
+def test_gloo_is_refused_where_a_gpus_tensors_are_gathered(strategy):
+    strategy.machine = Machine(launch=Launch(0, 2), precision="fp32", backend="gloo")
+    with patch("trainer.strategies.machine.accelerator_type", lambda: "cuda"), pytest.raises(Refusal) as refusal:
+        strategy.check(Plain(), nn.Linear(2, 2), 2)
+    assert str(refusal.value).startswith("distributed.backend=gloo cannot ")
 
 
 def refused(launch: Launch, seen: list[list[str]]) -> str:

@@ -27,6 +27,7 @@ from trainer.jobs.doctor import host_facts, job, shared_folder, slow_rank
 from trainer.jobs.doctor.collectives import OPS, CollectiveTime, plan_groups
 from trainer.jobs.doctor.cost_model import LinearCost, fit_cost, model_cost
 from trainer.jobs.doctor.findings import ExaminedRanks
+from trainer.jobs.doctor.kernel_times import kernels
 from trainer.jobs.doctor.links import Expectations, Link, attribute_bad_links, judge_links, pair_rounds
 from trainer.jobs.doctor.report import Baseline, judge_collectives, parse_baseline, read_baseline
 from trainer.launch.rendezvous import Launch
@@ -62,6 +63,13 @@ def examine(launch: Launch, place: Path, slow_ranks: dict[int, float]) -> int:
 
 
 # ---- the whole command
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_operator_that_is_timed_runs_in_the_types_of_a_gpus_run(device: str) -> None:
+    for kernel in kernels(torch.device(device), torch.bfloat16):
+        if kernel.work < 1e7 or device != "cpu":
+            kernel.call()
 
 
 @pytest.mark.slow

@@ -188,6 +188,40 @@ def test_what_is_computed_again_draws_the_same(reentrant: bool) -> None:
     assert torch.equal(*gradients)
 
 
+def test_a_part_that_begins_to_draw_late_is_computed_again_with_the_same_draws() -> None:
+    """After a step without a draw a backward is not looked at any more, until a forward draws again."""
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh()).double()
+    gradients = []
+    for again in (False, True):
+        network = Calls(partial(checkpoint, inner.forward, use_reentrant=False) if again else inner.forward)
+        network.add_module("inner", inner)
+        chance, _ = chanced(network)
+        for step, drawing in enumerate([False, False, True, False, True]):
+            inner.train(drawing)
+            inner.zero_grad()
+            chance.begin_forward(torch.arange(BATCH), step, 0)
+            with chance:
+                network(torch.linspace(-1, 1, BATCH * WIDTH).double().view(BATCH, WIDTH)).square().sum().backward()
+            gradients.append(inner[0].weight.grad)
+    assert [torch.equal(*pair) for pair in zip(gradients[:5], gradients[5:], strict=True)] == [True] * 5
+    assert not torch.equal(gradients[2], gradients[4])
+
+
+def test_noise_that_a_hook_adds_to_gradients_is_the_same_on_every_rank() -> None:
+    """The forward draws nothing; a hook of a backward does, in every step."""
+    inner, noise = nn.Linear(WIDTH, WIDTH), list[Tensor]()
+    inner.weight.register_hook(lambda gradient: noise.append(torch.randn_like(gradient)))
+    network = Calls(inner)
+    for rows in (slice(0, 3), slice(3, 6)):  # of two ranks
+        chance, _ = chanced(network)
+        for step in range(3):
+            chance.begin_forward(torch.arange(BATCH)[rows], step, rows.start)
+            with chance:
+                network(torch.ones(3, WIDTH)).sum().backward()
+    assert [torch.equal(one, other) for one, other in zip(noise[:3], noise[3:], strict=True)] == [True] * 3
+    assert not torch.equal(*noise[:2])
+
+
 @pytest.mark.long  # imports the compiler
 def test_what_a_network_compiles_by_itself_draws_torchs_numbers_and_disturbs_nobody() -> None:
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))

@@ -49,6 +49,9 @@ PRIVATE = {
     "torch.distributed.tensor._sharding_prop": "trainer/jobs/plan/fake_mode.py",
     # Where DDP orders its buckets anew, by numbers that tensors without values do not have; in 2.11 to 2.15.
     "torch.distributed.Reducer._rebuild_buckets": "trainer/jobs/plan/fake_mode.py",
+    # A softmax that reads fp16 and writes fp32, as GPUs have it; in 2.11 to 2.15.
+    "torch.ops.aten._log_softmax": "trainer/jobs/plan/fake_mode.py",
+    "torch.ops.aten._log_softmax_backward_data": "trainer/jobs/plan/fake_mode.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
     "torch._C": "trainer/parallel/activation_checkpointing.py",
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",

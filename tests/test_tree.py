@@ -92,7 +92,7 @@ def test_where_a_batch_lies_already_nothing_is_copied() -> None:
 @pytest.mark.gpu
 def test_a_batch_goes_to_a_gpu_from_pinned_memory() -> None:
     gpu = torch.device("cuda", 0)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         there = to_device(batch(), gpu)
         torch.cuda.synchronize()
     copies = [event.name for event in recorded.events() if event.name.startswith("Memcpy HtoD")]

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.strategies import sequences
 from trainer import Data, Plan, Task, gather
@@ -496,4 +497,5 @@ def whole(value: Tensor) -> list[Any]:
 
 def gathered(value: Tensor) -> Any:
     """A parameter as an array, whoever holds its parts: lists of a large one are many times its size. Collective."""
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().numpy()
+    value = value.detach().cpu()  # first: gloo gathers no shards of a GPU's tensors
+    return (value.full_tensor() if isinstance(value, DTensor) else value).numpy()

@@ -76,7 +76,11 @@ class Machine:
         key = f"device-of-{machine_id()}-{device_identity(self.torch_device)}"
         if (holder := store.compare_set(key, "", str(self.launch.rank)).decode()) != str(self.launch.rank):
             processes, count = self.launch.local_world_size, torch.accelerator.device_count()
-            trial = "; to share a GPU for a trial: distributed.backend=gloo" if self.kind == "cuda" else ""
+            trial = (
+                "; to share a GPU for a trial of ddp, zero1, fsdp: distributed.backend=gloo"
+                if self.kind == "cuda"
+                else ""
+            )
             raise Refusal(
                 f"{processes} processes on this machine, but {format_count(count, 'GPU')}, and rank {self.launch.rank}"
                 f" has that of rank {holder}: one process a GPU; start with --nproc-per-node {count}, or use"

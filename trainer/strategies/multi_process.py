@@ -136,6 +136,13 @@ class Meshed(Joined):
         super().check(task, network, world_size)
         self.refuse_sparse(network)
         degrees = self.degrees(world_size)
+        gathers = degrees.get("tensor", 1) * degrees.get("context", 1) > 1
+        if gathers and self.machine.on_gpu and self.machine.backend == "gloo":
+            # torch 2.11 ends with a segmentation fault in DTensor's all-gather, seen on an H200
+            raise Refusal(
+                "distributed.backend=gloo cannot gather a GPU's tensors as tensor and context ranks do: torch ends"
+                " without a message; use nccl with a GPU for each process, or device=cpu for a trial"
+            )
         if degrees.get("tensor", 1) > 1:
             refuse_plan(network, task.plan(network), degrees["tensor"])
         if degrees.get("context", 1) > 1:

@@ -71,25 +71,27 @@ def _convolutions(make: Callable[..., Tensor], batch: int, channels: int, side: 
 
 def _image_operators(make: Callable[..., Tensor], batch: int, channels: int, side: int) -> Iterator[Kernel]:
     x = make(batch, channels, side, side).to(memory_format=torch.channels_last)
-    weight, mean = make(channels), make(channels)
-    size, groups = x.nbytes, channels // 8
-    yield Kernel("batch norm", 2 * size, lambda: _AT.native_batch_norm(x, weight, weight, mean, mean, True, 0.1, 1e-5))
-    saved = (weight, mean, mean)
+    weight, size = make(channels), x.nbytes
+    # of few bits are only the images: a network keeps the weights and statistics of its BatchNorms in float32
+    scale, running = weight.float(), torch.zeros(2, channels, device=x.device)
+    normalize = partial(_AT.native_batch_norm, x, scale, scale, *running, True, 0.1, 1e-5)
+    # what a backward takes has the type that this device's forward returns
+    _, *saved = normalize()
+    yield Kernel("batch norm", 2 * size, normalize)
     yield Kernel(
         "batch norm backward",
         3 * size,
-        lambda: _AT.native_batch_norm_backward(x, x, weight, mean, mean, *saved[1:], True, 1e-5, [True, True, True]),
+        lambda: _AT.native_batch_norm_backward(x, x, scale, *running, *saved, True, 1e-5, [True, True, True]),
     )
-    shape = (batch, channels, side * side, groups)
-    statistics = make(batch, groups)
+    shape = (batch, channels, side * side, channels // 8)
     plain = x.contiguous()
-    yield Kernel("group norm", 2 * size, lambda: _AT.native_group_norm(plain, weight, weight, *shape, 1e-5))
+    normalize_groups = partial(_AT.native_group_norm, plain, weight, weight, *shape, 1e-5)
+    _, *statistics = normalize_groups()
+    yield Kernel("group norm", 2 * size, normalize_groups)
     yield Kernel(
         "group norm backward",
         3 * size,
-        lambda: _AT.native_group_norm_backward(
-            plain, plain, statistics, statistics, weight, *shape, [True, True, True]
-        ),
+        lambda: _AT.native_group_norm_backward(plain, plain, *statistics, weight, *shape, [True, True, True]),
     )
     pooled, places = _AT.max_pool2d_with_indices(x, [2, 2], [2, 2])
     yield Kernel("pool", size + pooled.nbytes + places.nbytes, lambda: _AT.max_pool2d_with_indices(x, [2, 2], [2, 2]))
@@ -107,12 +109,14 @@ def _attention(make: Callable[..., Tensor], heads: int, tokens: int) -> Iterator
 
 
 def _row_operators(make: Callable[..., Tensor], rows: int) -> Iterator[Kernel]:
-    x, weight, statistics = make(rows, 256), make(256), make(rows, 1)  # (rows, 256)
-    yield Kernel("layer norm", 2 * x.nbytes, lambda: _AT.native_layer_norm(x, [256], weight, weight, 1e-5))
+    x, weight = make(rows, 256), make(256)  # (rows, 256)
+    normalize = partial(_AT.native_layer_norm, x, [256], weight, weight, 1e-5)
+    _, *statistics = normalize()
+    yield Kernel("layer norm", 2 * x.nbytes, normalize)
     yield Kernel(
         "layer norm backward",
         3 * x.nbytes,
-        lambda: _AT.native_layer_norm_backward(x, x, [256], statistics, statistics, weight, weight, [True, True, True]),
+        lambda: _AT.native_layer_norm_backward(x, x, [256], *statistics, weight, weight, [True, True, True]),
     )
     yield Kernel("softmax", 2 * x.nbytes, lambda: torch.log_softmax(x, 1))
     yield Kernel("sum", x.nbytes, lambda: x.sum(0, keepdim=True))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import DTensor, _sharding_prop
+from torch.overrides import TorchFunctionMode
 
 from trainer.data.nested_tensors import tensors
 from trainer.parallel.meta_model import allocate_empty, build_meta_model, named_state
@@ -110,7 +112,7 @@ def is_propagating() -> bool:
 
 
 @contextmanager
-def torch_without_values() -> Iterator[None]:
+def torch_without_values(on_cpu: bool) -> Iterator[None]:
     """Inside, torch does what it could not without values, and `is_propagating` knows of DTensor's questions."""
     propagator: Any = _sharding_prop.ShardingPropagator
     changed: list[tuple[Any, str, Any]] = []
@@ -134,7 +136,57 @@ def torch_without_values() -> Iterator[None]:
     changed.append((dist.Reducer, "_rebuild_buckets", dist.Reducer._rebuild_buckets))
     dist.Reducer._rebuild_buckets = lambda self: False  # type: ignore[method-assign]
     try:
-        yield
+        with nullcontext() if on_cpu else _GpuSoftmax():
+            yield
     finally:
         for holder, name, before in changed:
             setattr(holder, name, before)
+
+
+# ------------------------------------------------------------------------------------ softmax as GPUs compute it
+
+
+class _GpuSoftmax(TorchFunctionMode):
+    """Inside it, the log of a softmax under autocast takes no copy of the scores: a trial runs the operators of CPUs.
+
+    A CPU converts scores of few bits to float32 first, and their gradient back at the end. On a GPU one kernel reads
+    few bits and writes float32, and backward the other way. Of a GPT-2 the copies were a tenth of all memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy and _converts(args[0]) and _is_plain(args, kwargs):
+            scores = _LogSoftmax.apply(args[0], 1 if args[0].dim() > 1 else 0)  # (B, classes, …), or (classes)
+            options = {name: kwargs[name] for name in ("weight", "ignore_index", "reduction")}
+            return F.nll_loss(scores, args[1], **options)
+        if func in (torch.log_softmax, Tensor.log_softmax, F.log_softmax) and "dim" in kwargs and _converts(args[0]):
+            return _LogSoftmax.apply(args[0], kwargs["dim"])
+        return func(*args, **kwargs)
+
+
+def _converts(scores: Any) -> bool:
+    """Would autocast convert this?"""
+    low = isinstance(scores, Tensor) and scores.dtype in (torch.bfloat16, torch.float16)
+    return low and not isinstance(scores, DTensor) and torch.is_autocast_enabled("cpu")
+
+
+def _is_plain(args: Any, kwargs: Any) -> bool:
+    """Is this cross entropy the negative log of one class for each sample, and nothing more?"""
+    more = ("size_average", "reduce", "label_smoothing")
+    return len(args) == 2 and not any(kwargs.get(name) for name in more) and not args[1].is_floating_point()
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """One kernel for each direction. Without values bf16 may pass for fp16, the only one whose shapes torch knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim, ctx.dtype = dim, x.dtype
+        out = torch.ops.aten._log_softmax(x.view(torch.float16), dim, True)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        kernel = torch.ops.aten._log_softmax_backward_data
+        return kernel(*gradients, *ctx.saved_tensors, ctx.dim, torch.float16).view(ctx.dtype), None

@@ -89,10 +89,11 @@ class StrategyTrial:
     def _run_steps(self, strategy: Strategy, rank: int) -> RankUsage:
         mode, traffic, work = FakeRunMode(), Traffic(self.device.per_machine), Work(self.device)
         traffic.register_groups(strategy.groups())
-        ledger = Ledger(mode, traffic, work, on_cpu=self.device.name == DEVICES["cpu"].name)
+        on_cpu = self.device.name == DEVICES["cpu"].name
+        ledger = Ledger(mode, traffic, work, on_cpu)
         # before the mode: data sets and transforms need values
         batches, evaluated = self._read_batches(), self._read_evaluation_batch()
-        with mode, torch_without_values(), ledger:
+        with mode, torch_without_values(on_cpu), ledger:
             batches = [_without_values(batch, mode) for batch in batches]
             evaluated = [_without_values(batch, mode) for batch in evaluated]
             # build what fit builds, in the same order, with a network that has shapes and no values

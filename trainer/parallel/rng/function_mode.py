@@ -74,21 +74,26 @@ _BACKWARDS: dict[Any, Any] = {
 }
 
 
+_SEEN = RANDOM_FUNCTIONS | set(_BACKWARDS)
+
+
 class RandomFunctionMode(TorchFunctionMode):
     """Inside it torch's random functions draw from a source."""
 
     def __init__(self, source: DrawSource) -> None:
         super().__init__()
         self._source = source
+        self._quiet = set[Any]()  # functions that run a backward, in the first of which nothing was drawn
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _SEEN:  # first what thousands of calls in a step come to
+            return func(*args, **kwargs)
         if torch.compiler.is_compiling():  # what a network compiles by itself draws torch's numbers
             return func(*args, **kwargs)
-        if func in _BACKWARDS:  # activation checkpointing computes parts of the forward again: they draw, too
-            with self:
-                return _BACKWARDS[func](*args, **kwargs)
-        if func not in RANDOM_FUNCTIONS or kwargs.get("generator") is not None:
+        if func in _BACKWARDS:
+            return self._run_backward(func, args, kwargs)
+        if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if func in _DROPOUT:
             return _dropout(self._source, func, *args, **kwargs)
@@ -101,6 +106,16 @@ class RandomFunctionMode(TorchFunctionMode):
             return _recurrent(self._source, func, *args)
         with RandomDispatchMode(self._source):
             return func(*args, **kwargs)
+
+    def _run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A backward draws where it computes again what drew, or in hooks; if it does not, it runs outside the mode."""
+        if func in self._quiet and not self._source.has_drawn():
+            return func(*args, **kwargs)
+        with self:
+            result = _BACKWARDS[func](*args, **kwargs)
+        if not self._source.has_drawn():
+            self._quiet.add(func)
+        return result
 
 
 def _multi_head_attention(source: DrawSource, func: Any, *args: Any, training: bool = True, **kwargs: Any) -> Any:

@@ -201,3 +201,6 @@ class DrawSource(Protocol):
 
     def next_draw(self) -> RandomDraw | None:
         """None where no forward of samples is under way."""
+
+    def has_drawn(self) -> bool:
+        """Has anything been drawn in this step?"""

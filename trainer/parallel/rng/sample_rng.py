@@ -227,6 +227,10 @@ class SampleRNG(TorchRNG):
         streams = forward.batch, forward.samples, forward.common, forward.seed
         return RandomDraw(*streams, *draw, self._time_first, module, self._row_check)
 
+    def has_drawn(self) -> bool:
+        """Has anything been drawn in this step?"""
+        return any(forward.draws for forward, _ in self._progress.values())
+
     def pop_notes(self) -> list[str]:
         """What a user should know of the draws since the last call."""
         return self._row_check.pop_notes()
