@@ -114,6 +114,14 @@ def test_what_ended_ranks_without_a_word_is_said(
     assert [line.startswith(start) for line, start in zip(lines, said, strict=True)] == [True] * len(said)
 
 
+def test_of_more_processes_than_cores_each_has_one_thread() -> None:
+    """Eight of two threads on two cores took 18 times as long: OpenMP's threads wait by looking again and again."""
+    words = "from trainer.launch.local_launcher import refuse_too_many as start; import os; start(os.cpu_count() + 1)"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", f"{words}; import torch; print(torch.get_num_threads())"]
+    assert subprocess.check_output(command, env=environment, text=True).strip() == "1"
+
+
 def test_restarts_stand_with_processes() -> None:
     with pytest.raises(Refusal, match=r"distributed\.restarts=2 .* add processes=N"):
         processes_to_start(compose(["distributed.restarts=2"]), Launch())

@@ -51,6 +51,7 @@ def refuse_too_many(count: int) -> None:
     """Refuse more processes than the memory of this machine bears, before the first of them starts."""
     if count <= (os.cpu_count() or 1):
         return  # no machine is that small, and what follows imports torch
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which reads it then, and all ranks are copies of this process
     from trainer.launch.devices import available_host_memory
 
     available = available_host_memory()
