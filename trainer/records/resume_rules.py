@@ -139,7 +139,8 @@ def parse_config(text: str) -> dict[str, Any]:
     """The configuration in a config.yaml; plain data, whatever it says."""
     import yaml
 
-    return yaml.safe_load(text)
+    # in C, where there is such a loader: seven times as fast
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, str]:

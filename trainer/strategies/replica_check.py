@@ -146,11 +146,11 @@ def _factor(rank: int, groups: Sequence[Sequence[int]], split: int) -> int:
 
     Each is a random number, odd but for the first rank's: a difference can cancel out only by a chance of 2^-60.
     """
-    factors = {other: Random(f"{split} {other}").getrandbits(64) | 1 for ranks in groups for other in ranks[1:]}
-    for ranks in groups:
-        if rank in ranks:
-            factor = factors[rank] if rank != ranks[0] else -sum(factors[other] for other in ranks[1:])
-            return (factor + 2**63) % 2**64 - 2**63  # as int64 wraps
+    for first, *others in groups:
+        if rank == first or rank in others:
+            drawn = others if rank == first else [rank]
+            total = sum(Random(f"{split} {other}").getrandbits(64) | 1 for other in drawn)
+            return ((-total if rank == first else total) + 2**63) % 2**64 - 2**63  # as int64 wraps
     return 0
 
 
