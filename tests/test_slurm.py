@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, Command, curve, lines, single, status
+from tests.commands import SMALL, Command, curve, finish, lines, single, status
 from tests.inside import here
 from tests.slurm import NODES, Cluster, missing, wait_for
 from tests.warm import ROOT
@@ -105,6 +106,12 @@ def test_the_smoke_test_works(cluster: Cluster, place: Path) -> None:
 @pytest.mark.parametrize("script", [TORCHRUN, pytest.param(SRUN, marks=pytest.mark.long)], ids=["torchrun", "srun"])
 def test_a_preempted_job_runs_again_and_goes_on(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
     number, folder = submitted(cluster, place, script)
+    preempt(cluster, place, number, folder)
+    undisturbed(folder)
+
+
+def preempt(cluster: Cluster, place: Path, number: str, folder: Path) -> None:
+    """Take a job's machines away in the middle, and let it run to its end later."""
     reach(cluster, place, number, folder, 5)
     other = cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
     cluster.again(number)
@@ -114,7 +121,37 @@ def test_a_preempted_job_runs_again_and_goes_on(cluster: Cluster, place: Path, s
     assert cluster.ended(other)["JobState"] == "COMPLETED"
     assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
     assert (status(folder)["attempt"], status(folder)["resume_step"]) == (2, saved["step"])
-    undisturbed(folder)
+
+
+@pytest.mark.long
+def test_eight_tasks_that_were_preempted_have_the_bits_of_eight_processes(cluster: Cluster, place: Path) -> None:
+    tasks = ("--gpus-per-node=1", "--cpus-per-task=1", "--ntasks-per-node=4", "srun.sbatch")
+    number, folder = submitted(cluster, place, tasks)
+    evaluate = f"--wrap=python -m trainer run.dir={folder} device=cpu job=evaluate {' '.join(LAB)}"
+    options = (f"--dependency=afterok:{number}", "--nodes=1", "--ntasks=1", "--output=evaluated.log")
+    after = cluster.submit(place, *options, evaluate)
+    preempt(cluster, place, number, folder)
+    assert status(folder)["world_size"] == 8
+    finish(single(*WORDS, "strategy=ddp", "processes=8", "run.name=alone", *LAB), place)
+    assert curve(folder, "loss_hex") == curve(folder.parent / "alone", "loss_hex")
+    assert len(curve(folder)) == STEPS
+    # what waits for a job does not begin as that one is preempted
+    assert cluster.ended(after)["JobState"] == "COMPLETED", log(place)
+    assert lines(folder / "evaluate", "eval")[-1]["step"] == STEPS
+
+
+@pytest.mark.long
+def test_machines_may_have_different_numbers_of_tasks(cluster: Cluster, place: Path) -> None:
+    (place / "go").touch()
+    train = " ".join(["srun --gpu-bind=none python -m trainer", *WORDS, "strategy=ddp loop.global_batch=120", *LAB])
+    # two GPUs on each machine, so the tasks are two and one
+    tasks = ("--nodes=2", "--ntasks=3", "--gpus-per-task=1", "--output=three.log")
+    number = cluster.submit(place, *tasks, f"--wrap={train} run.name=held")
+    assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
+    (facts,) = (place / "runs" / "held").glob("environment.json")
+    assert json.loads(facts.read_text())["world_size"] == 3
+    assert here(*WORDS, "loop.global_batch=120", "strategy=single", "run.name=alone", *LAB) == 0
+    assert curve(place / "runs" / "held") == pytest.approx(curve(place / "runs" / "alone"), rel=1e-5)
 
 
 @pytest.mark.parametrize("script", [SRUN, pytest.param(TORCHRUN, marks=pytest.mark.long)], ids=["srun", "torchrun"])
