@@ -292,6 +292,7 @@ def _open_counted(open_store: Any, ledger: Ledger, *args: Any) -> CountingStore:
 
 def make_repeatable(stop_step: int | None = None) -> None:
     """A vote at each step, as beside a GPU, whatever a step takes. stop_step: there rank 1 is asked to stop."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as runs of more than eight ranks have it
     rank_context.VOTE_INTERVAL = 0.0
     if stop_step is not None:
 
