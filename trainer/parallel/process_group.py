@@ -42,11 +42,6 @@ def refuse_backend(kind: str, wanted: str | None) -> None:
         )
 
 
-# Ranks of which each connects with each at the start. Later, a rank that waits for a connection does not look at the
-# limit of its collective, only at that of the group (torch 2.15): half an hour, if the other one hangs.
-_MOST_CONNECTED = 8
-
-
 def join_group(launch: Launch, device: torch.device, backend: str | None, timeout: timedelta) -> Group:
     """Collective: every process of the launch joins one group. CPU tensors always travel by gloo.
 
@@ -59,8 +54,8 @@ def join_group(launch: Launch, device: torch.device, backend: str | None, timeou
     if store is None:  # a process that was started alone: a group of one
         store = dist.HashStore()
     chosen = backend_of(device.type, backend)
-    # of many ranks gloo connects two only when they talk: of a thousand others a rank needs a dozen
-    if launch.world_size > _MOST_CONNECTED:
+    # of a thousand ranks each talks to a dozen; but who waits to be connected has the group's limit, not the call's
+    if launch.world_size > 8:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     dist.init_process_group(
         backend="gloo" if chosen == "gloo" else f"cpu:gloo,{device.type}:{chosen}",
