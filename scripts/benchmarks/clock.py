@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-FEW = 1000  # numbers; every network of flops_utilization.py has more
+FEW = 1000  # numbers; every network of work.py has more
 
 
 class Clock:

@@ -115,7 +115,7 @@ def run(peer: str, work: Work) -> dict[str, Any]:
 
 
 def words(work: Work, folder: str) -> list[str]:
-    """What a user of this program types for the work that flops_utilization.py describes."""
+    """What a user of this program types for the work that work.py describes."""
     adam = ["optimizer=adamw", "optimizer.lr=3e-4", "optimizer.weight_decay=0.01"]
     plain = ["optimizer=sgd", "optimizer.lr=0.01", "optimizer.nesterov=false", "optimizer.weight_decay=0"]
     lab = [f"--config-dir={CHECKOUT}/scripts/benchmarks/conf", "model=work", "data=work", "task=work"]
