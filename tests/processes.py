@@ -120,7 +120,7 @@ def _note_groups() -> list[Any]:
         made.append(found[0])
         return found
 
-    distributed_c10d._new_process_group_helper = note  # type: ignore[assignment]
+    distributed_c10d._new_process_group_helper = note
     return made
 
 

@@ -190,8 +190,9 @@ def test_what_is_computed_again_draws_the_same(reentrant: bool) -> None:
 
 def test_a_part_that_begins_to_draw_late_is_computed_again_with_the_same_draws() -> None:
     """After a step without a draw a backward is not looked at any more, until a forward draws again."""
-    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh()).double()
-    gradients = []
+    linear = nn.Linear(WIDTH, WIDTH)
+    inner = nn.Sequential(linear, nn.Dropout(0.5), nn.Tanh()).double()
+    gradients = list[Tensor]()
     for again in (False, True):
         network = Calls(partial(checkpoint, inner.forward, use_reentrant=False) if again else inner.forward)
         network.add_module("inner", inner)
@@ -202,7 +203,8 @@ def test_a_part_that_begins_to_draw_late_is_computed_again_with_the_same_draws()
             chance.begin_forward(torch.arange(BATCH), step, 0)
             with chance:
                 network(torch.linspace(-1, 1, BATCH * WIDTH).double().view(BATCH, WIDTH)).square().sum().backward()
-            gradients.append(inner[0].weight.grad)
+            assert linear.weight.grad is not None
+            gradients.append(linear.weight.grad)
     assert [torch.equal(*pair) for pair in zip(gradients[:5], gradients[5:], strict=True)] == [True] * 5
     assert not torch.equal(gradients[2], gradients[4])
 

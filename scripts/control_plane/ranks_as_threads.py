@@ -14,7 +14,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,9 @@ from trainer.launch.stop_signals import StopRequest
 # how torch's own tests have ranks as threads; nothing of it is public
 threaded = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
 c10d = importlib.import_module("torch._C._distributed_c10d")
+
+
+_CONNECTING = threading.Lock()
 
 
 def run_as_threads(size: int, words: Sequence[str], ledger: Ledger) -> list[Any]:
@@ -78,8 +81,15 @@ def become_many_ranks(ledger: Ledger) -> None:
     count_store(ledger)
     count_collectives(ledger)
     make_repeatable()
+    connect = rendezvous.connect_store.__wrapped__
+
+    def connect_in_turn(launch: Launch) -> Any:
+        # torch opens a connection with the interpreter's lock held; of 256 at a time the last ones would give up
+        with nullcontext() if launch.is_main else _CONNECTING:
+            return connect(launch)
+
     # each rank has its own connection
-    rendezvous.connect_store = lru_cache(maxsize=None)(rendezvous.connect_store.__wrapped__)
+    rendezvous.connect_store = lru_cache(maxsize=None)(connect_in_turn)
     c10d._set_thread_isolation_mode(True)  # a group's name is known in its thread alone
     threaded._install_threaded_pg()
     setattr(threading.Thread, "start", _start_in_same_world)  # noqa: B010
@@ -103,7 +113,8 @@ def _start_in_same_world(thread: threading.Thread) -> None:
 def connect_without_signals(self: StopRequest) -> StopRequest:
     """Enter a request to stop in a thread that is not the main one: it hears no signals, but has its connection."""
     store = self._launch.store()
-    self._store = store.clone() if store is not None else None
+    with _CONNECTING:
+        self._store = store.clone() if store is not None else None
     return self
 
 
