@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -25,8 +24,8 @@ from trainer.launch.rendezvous import Launch, connect_store, say_goodbye
 MOST = 4
 PATIENCE = 300.0  # seconds until a group that does not answer is given up
 KEPT = 8  # cases until all meshes go: to find out anew how DTensors are spread costs as much as a case with shards
-TRACE_AFTER = 200.0  # seconds until a rank that has not ended its case, and tidied up, writes on stderr where it is
 PARTING = 30.0  # the same, once a rank has failed: the others may wait for it in a collective
+TRACE_AFTER = 200.0  # seconds until a rank that has not ended its case, and tidied up, writes on stderr where it is
 
 
 class Processes:
@@ -79,7 +78,6 @@ class Processes:
 
 def _serve(pipe: Connection, first: bool) -> None:
     torch.set_num_threads(1)
-    made, of_last_case = _note_groups(), list[Any]()
     if first:  # not the tests' own process: meshes and DTensors live on in torch's caches, and with them connections
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -101,27 +99,9 @@ def _serve(pipe: Connection, first: bool) -> None:
             say_goodbye()  # or every case would leave a connection to the store open, in both processes
             connect_store.cache_clear()
             gc.collect()
-            of_last_case[:], made[:] = made, ()  # those of the case before go now
             if case == 0:
                 gc.freeze()  # modules: looking at them again after every case costs more than most cases
             faulthandler.cancel_dump_traceback_later()
-
-
-def _note_groups() -> list[Any]:
-    """The process groups that are made from here on, so that they outlive their case.
-
-    Who drops the last reference to one waits, with the interpreter's lock held, for its gloo threads; and one of them
-    may wait for that lock, to drop the tensor of the last collective. After another case all of them are at rest.
-    """
-    made, make = list[Any](), distributed_c10d._new_process_group_helper
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        found = make(*args, **kwargs)
-        made.append(found[0])
-        return found
-
-    distributed_c10d._new_process_group_helper = note
-    return made
 
 
 def _forget_meshes(wholly: bool) -> None:

@@ -93,25 +93,27 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path, monke
     assert end_of([ONCE, ONCE], 3, tmp_path, monkeypatch, asked=[signal.SIGTERM]) == (1, 1)
 
 
+NOTHING, ASKED = "pass", "os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+CRASH, KILL = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGSEGV", "SIGKILL"))
+
+
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("acts", "code", "said"),
     [
-        ((signal.SIGSEGV, signal.SIGSEGV), [f"rank {rank} was ended by SIGSEGV; PYTHONF" for rank in (0, 1)]),
-        ((0, signal.SIGKILL), ["rank 1 was ended by SIGKILL; perhaps memory ran out"]),
-        ((0, 0), []),
+        ((CRASH, CRASH), 1, [f"rank {rank} was ended by SIGSEGV; PYTHONFAULTHANDLER=1 shows where" for rank in (0, 1)]),
+        ((NOTHING, KILL), 1, ["rank 1 was ended by SIGKILL; perhaps memory ran out"]),
+        (("signal.pause()", ASKED), STOPPED, []),  # the whole run was asked to stop, before it could listen
+        ((NOTHING, NOTHING), 0, []),
     ],
 )
 def test_what_ended_ranks_without_a_word_is_said(
-    numbers: Sequence[int], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    acts: Sequence[str], code: int, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
-        number = int(numbers[int(environment["RANK"])])
-        return subprocess.Popen([sys.executable, "-c", f"import os; {number} and os.kill(os.getpid(), {number})"])
+        return subprocess.Popen([sys.executable, "-c", f"import os, signal; {acts[int(environment['RANK'])]}"])
 
-    code, _ = local_launcher.run_ranks([], 2, tmp_path, 0, start)
-    assert code == (1 if said else 0)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.startswith(start) for line, start in zip(lines, said, strict=True)] == [True] * len(said)
+    assert local_launcher.run_ranks([], 2, tmp_path, 0, start)[0] == code
+    assert capsys.readouterr().err.splitlines() == said
 
 
 def test_of_more_processes_than_cores_each_has_one_thread() -> None:

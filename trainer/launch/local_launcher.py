@@ -177,20 +177,20 @@ def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, signals:
         late = time.monotonic() - failed_at if failed_at is not None else 0.0
         if late > _NOTICE_TIMEOUT and not terminated:
             terminated = True
-            _report_signals(children)
+            _report_signals(children, signals)
             send(signal.SIGTERM)
         if late > _NOTICE_TIMEOUT + _KILL_TIMEOUT:
             send(signal.SIGKILL)
         relay.pass_on(_POLL_INTERVAL)
-    if (failed_at is None and not signals) or (failed_at is not None and not terminated):
-        _report_signals(children)
+    if not terminated:
+        _report_signals(children, signals)
     return [child.wait() for child in children]
 
 
-def _report_signals(children: Sequence[ChildProcess]) -> None:
-    """Say which ranks a signal has ended: such a rank cannot, and if all were, nobody else does."""
+def _report_signals(children: Sequence[ChildProcess], asked: Sequence[int]) -> None:
+    """Say which ranks a signal has ended that nobody asked for: they cannot, and if all were, nobody else does."""
     for rank, child in enumerate(children):
-        if (code := child.poll()) is not None and code < 0:
+        if (code := child.poll()) is not None and code < 0 and -code not in asked:
             hint = "; perhaps memory ran out" if code == -signal.SIGKILL else "; PYTHONFAULTHANDLER=1 shows where"
             say(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}")
 
