@@ -77,8 +77,8 @@ def test_every_uneven_micro_batch_needs_a_sample(words: tuple[int, int, int, int
 def test_the_command_line_asks_for_it() -> None:
     assert not parse_settings(compose([])).loop.uneven
     assert parse_settings(compose(["loop.uneven=true"])).loop.uneven
-    with pytest.raises(Refusal, match=r"loop.uneven=true and compile=true: .*; set compile=false"):
-        parse_settings(compose(["loop.uneven=true", "compile=true"]))
+    with pytest.raises(Refusal, match=r"loop.uneven=true and compile.mode=default: .*; set compile.mode=null"):
+        parse_settings(compose(["loop.uneven=true", "compile.mode=default"]))
 
 
 def test_parts_of_a_step_differ_by_at_most_one_larger_first() -> None:

@@ -202,8 +202,12 @@ def test_a_run_outlives_whoever_watches_it(ran):
 
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler, and there is no g++ here")
 @pytest.mark.long
-def test_a_compiled_network_learns_the_same(place, ran):
-    finish(named("compiled", "compile=true", "loop.eval_every=null", steps=3), place)
+@pytest.mark.parametrize("mode", ["default", "step"])
+def test_a_compiled_network_learns_the_same(mode, place, ran):
+    screen = finish(
+        named("compiled", f"compile.mode={mode}", "loop.eval_every=null", "run.resume=fresh", steps=3), place
+    )
+    assert "compile: 1 graph," in screen
     folder = place / "runs" / "compiled"
     assert far(curve(folder), curve(ran["plain"][0])[:3]) < 1e-5
     (step,) = (folder / "checkpoints").iterdir()

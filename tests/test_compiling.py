@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
-from trainer.parallel.module_units import compile_units, without_compile
+from trainer.parallel.compile import Compiler, CompileSettings, without_compile
+from trainer.parallel.rng.compiled_rng import make_rng
 
 # torch silences it by replacing the function that shows warnings, which an error passes by
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -31,19 +33,23 @@ class Alike(Block):
         return self.inner(x).tanh()
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The graphs that were made, which run as they are: no compiler is called."""
-    made: list[Any] = []
+class Graphs(Compiler):
+    """Its graphs run as they are: no compiler is called."""
 
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        made.append(graph)
+    def __init__(self) -> None:
+        super().__init__(CompileSettings(), draws_samples=True)
+        self.made: list[Any] = []
+
+    def _compile_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.made.append(graph)
         return graph.forward
 
-    original, config = nn.Module.compile, torch.compiler.config
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: original(self, backend=backend, **how))
+
+@pytest.fixture
+def compiler() -> Iterator[Graphs]:
+    config = torch.compiler.config
     limits = config.recompile_limit, config.accumulated_recompile_limit
-    yield made
+    yield Graphs()
     config.recompile_limit, config.accumulated_recompile_limit = limits
     torch.compiler.reset()
 
@@ -52,23 +58,23 @@ def names(network: nn.Module) -> list[str]:
     return [name for name, _ in network.named_children() if name != "0"]
 
 
-def test_alike_units_share_a_graph(graphs: list[Any]) -> None:
+def test_alike_units_share_a_graph(compiler: Graphs) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Alike(4) for _ in range(12)))
     plain = network(torch.ones(3, 4))
-    compile_units(network, names(network))
+    compiler.compile_units(network, names(network))
     assert torch.equal(network(torch.ones(3, 4)), plain)
-    assert len(graphs) == 1
+    assert len(compiler.made) == 1
     network(torch.ones(5, 4))
     network(torch.ones(7, 4))
-    assert len(graphs) == 2  # one for any other size
+    assert len(compiler.made) == 2  # one for any other size
 
 
-def test_more_units_of_one_class_than_torch_would_compile_are_compiled_each_by_its_sizes(graphs: list[Any]) -> None:
+def test_more_units_of_one_class_than_torch_would_compile_are_compiled_each_by_its_sizes(compiler: Graphs) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Block(4 + index) for index in range(12)))
-    compile_units(network, names(network))
+    compiler.compile_units(network, names(network))
     network(torch.ones(3, 4))
-    assert len(graphs) == 12
-    sizes = [tuple(node.meta["example_value"].shape) for node in _inputs(graphs[-1])]
+    assert len(compiler.made) == 12
+    sizes = [tuple(node.meta["example_value"].shape) for node in _inputs(compiler.made[-1])]
     assert (3, 15) in sizes  # numbers, no symbols for what could vary
 
 
@@ -83,32 +89,126 @@ class Chain(nn.Sequential):
         return x
 
 
-def test_without_units_the_network_is_one_graph_under_its_own_names(graphs: list[Any]) -> None:
+def test_without_units_the_network_is_one_graph_under_its_own_names(compiler: Graphs) -> None:
     network = Chain(nn.Linear(4, 4), *(Block(4 + index) for index in range(3)))
     before = list(network.state_dict())
-    compile_units(network, [])
+    compiler.compile_units(network, [])
     network(torch.ones(3, 4))
-    assert len(graphs) == 1
+    assert len(compiler.made) == 1
     assert list(network.state_dict()) == before
 
 
 @pytest.mark.parametrize("mode", ["units", "operators"])
-def test_recomputed_units_share_a_graph_too_with_what_is_recomputed_in_it(graphs: list[Any], mode: Any) -> None:
+def test_recomputed_units_share_a_graph_too_with_what_is_recomputed_in_it(compiler: Graphs, mode: Any) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Alike(4) for _ in range(3)))
     apply_activation_checkpointing(network, names(network), mode)
-    compile_units(network, names(network))
+    compiler.compile_units(network, names(network))
     network(torch.ones(3, 4)).sum().backward()
-    assert len(graphs) == 1
-    assert "checkpoint" in graphs[0].code
+    assert len(compiler.made) == 1
+    assert "checkpoint" in compiler.made[0].code
     assert all(parameter.grad is not None for parameter in network.parameters())
 
 
-def test_a_rehearsal_compiles_nothing(graphs: list[Any]) -> None:
+def test_a_rehearsal_compiles_nothing(compiler: Graphs) -> None:
     network = nn.Sequential(nn.Linear(4, 4), Alike(4))
-    compile_units(network, ["1"])
+    compiler.compile_units(network, ["1"])
     with without_compile():
         network(torch.ones(2, 4)).sum().backward()
-    assert not graphs
+    assert not compiler.made
     network(torch.ones(3, 4))
     network(torch.ones(3, 4))
-    assert len(graphs) == 1
+    assert len(compiler.made) == 1
+
+
+class Attention(nn.Module):
+    """With dropout in a kernel of torch, in a module of its own and in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.dropout = nn.Linear(8, 24), nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 8)."""
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.inner(x).chunk(3, -1))  # (B, 2, T, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0, is_causal=True)
+        return self.dropout(F.dropout(self.outer(attended.transpose(1, 2).flatten(2)), 0.3, self.training))
+
+
+class Noisy(nn.Module):
+    """Draws in several ways, and calls a part of itself that draws more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        if not self.training:
+            return self.mlp(self.mlp(x))
+        kept = x.new_empty(len(x), 1, 1).bernoulli_(0.8)  # whole samples, as stochastic depth drops them
+        return self.mlp(self.mlp(x * kept)) + 0.1 * torch.rand(x.shape, dtype=x.dtype)
+
+
+class Rare(Noisy):
+    """Draws by functions that end a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.alpha_dropout(x, 0.1, self.training)) + F.gumbel_softmax(x)
+
+
+def curve(kind: type[nn.Module], compiled: str, mode: Any = "none") -> list[float]:
+    """Losses of three steps of two micro-batches, and of evaluations after them."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 8), kind(), kind(), nn.Linear(8, 4)).double()
+    rng = make_rng("sample", bool(compiled), 7, torch.device("cpu"))
+    rng.watch(network, may_draw=False)
+    if mode != "none":
+        apply_activation_checkpointing(network, ["1", "2"], mode)
+    if compiled:
+        compiler = Compiler(CompileSettings(), draws_samples=True)
+        compiler.backend = "aot_eager"  # type: ignore[assignment]  # the graphs as Inductor would get them
+        compiler.compile_units(network, ["1", "2"] if compiled == "units" else [])
+    optimizer, losses = torch.optim.SGD(network.parameters(), 0.1), []
+    for step in range(3):
+        x, indices = (
+            torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(step)).double(),
+            torch.arange(6) + step,
+        )
+        for part in (0, 1):
+            rows = slice(3 * part, 3 * part + 3)
+            rng.begin_forward(indices[rows], step, part, 0)
+            with rng:
+                loss = network(x[rows]).square().mean()
+                loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+        rng.begin_evaluation(indices)
+        with rng, torch.no_grad():
+            losses.append(float(network.eval()(x).square().mean()))
+        network.train()
+    torch.compiler.reset()
+    return losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "compiled", "mode"),
+    [
+        (Noisy, "units", "none"),
+        (Noisy, "network", "none"),
+        (Noisy, "units", "units"),
+        (Noisy, "units", "operators"),
+        (Noisy, "network", "units"),
+        (Rare, "units", "none"),
+    ],
+)
+def test_compiled_each_sample_draws_what_it_draws_without(kind: type[nn.Module], compiled: str, mode: Any) -> None:
+    assert curve(kind, compiled, mode) == pytest.approx(curve(kind, ""), abs=1e-12)
+
+
+def test_what_no_compiler_shows_is_refused_in_a_graph(compiler: Graphs) -> None:
+    graph = torch.fx.symbolic_trace(lambda x: x + torch.rand_like(x))
+    with pytest.raises(RuntimeError, match=r"calls rand_like, .* write torch\.rand"):
+        Compiler(CompileSettings(), draws_samples=True).backend(graph, [])

@@ -28,7 +28,7 @@ def configuration(**changes: Any) -> DictConfig:
 
 def test_the_defaults_are_what_the_contract_says() -> None:
     found = parse_settings(configuration())
-    assert (found.seed, found.device, found.precision, found.compile) == (0, "auto", "auto", False)
+    assert (found.seed, found.device, found.precision, found.compile.mode) == (0, "auto", "auto", None)
     assert (found.loop.epochs, found.loop.steps, found.loop.global_batch) == (10, None, 128)  # neither given: 10 epochs
     assert found.loop.log_every == (Interval(steps=10),)
     assert found.loop.save_every == (Interval(epochs=1), Interval(seconds=900.0))
@@ -89,7 +89,7 @@ def test_scalars_are_taken_at_their_word() -> None:
     assert repr(parse_settings(configuration(loop__steps=1e4)).loop.steps) == "10000"
     assert parse_packages(["monai"]) == ("monai",)
     for key, wrong in (
-        ("compile", 1),
+        ("compile__fullgraph", 1),
         ("run__name", True),
         ("run__root", ""),
         ("seed", 2**63),

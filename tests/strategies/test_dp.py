@@ -18,6 +18,7 @@ from trainer.data.nested_tensors import first_tensor, slice_rows
 from trainer.launch.rendezvous import Launch
 from trainer.learning.task import Task
 from trainer.messages import Refusal
+from trainer.parallel.compile import CompileSettings
 from trainer.strategies.dp import DP, Replicas
 from trainer.strategies.machine import Machine
 
@@ -116,10 +117,12 @@ def test_compiled_replicas_would_compute_with_the_first_ones_weights(monkeypatch
     replica = _replica(network)
     replica.weight = torch.zeros(2, 2)  # as on another GPU
     assert torch.equal(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))  # hence the refusal
-    compiling = DP(machine=Machine(compile=True))
+    compiling = DP(machine=Machine(compile=CompileSettings()))
     for count in (1, 2):
         monkeypatch.setattr(DP, "devices", lambda self, count=count: list(range(count)))
-        with pytest.raises(Refusal, match=r"compile=true.*use compile=false") if count > 1 else nullcontext():
+        with (
+            pytest.raises(Refusal, match=r"compile.mode=default.*use compile.mode=null") if count > 1 else nullcontext()
+        ):
             compiling.check(Task(), network, 1)
 
 

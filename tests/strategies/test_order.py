@@ -22,7 +22,9 @@ from trainer import Plan
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
+from trainer.learning.optimizer import init_momentum
 from trainer.parallel.buckets import Sums
+from trainer.parallel.compile import CompileSettings
 from trainer.strategies.base import Strategy
 from trainer.strategies.machine import Machine
 from trainer.strategies.parallel_model import ParallelModel
@@ -66,11 +68,18 @@ class Normed(nn.Sequential):
         super().__init__(*blocks, nn.Linear(WIDTH, CLASSES))
 
 
+class Dropped(MLP):
+    """Draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+
 class Small(nn.Sequential):
     """What is cheap to compile: alike blocks of two layers, behind one, so that all their inputs want gradients."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 8), *(MLP(8) for _ in range(DEPTH)), nn.Linear(8, CLASSES))
+        super().__init__(nn.Linear(WIDTH, 8), *(Dropped(8) for _ in range(DEPTH)), nn.Linear(8, CLASSES))
 
     def plan(self) -> Plan:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -94,7 +103,7 @@ class Order:
     fields: dict[str, Any] = field(default_factory=dict)
     network: str = "tower"
     mode: str = "none"  # what is recomputed
-    compile: bool = False
+    compile: Any = None  # torch.compile's mode
     precision: str = "fp64"
     steps: int = 4
     micro_batches: int = 2
@@ -103,7 +112,12 @@ class Order:
         return replace(self, **changes)
 
     def place(self, launch: Launch) -> Strategy:
-        machine = Machine(launch=launch, device="cpu", precision=self.precision, compile=self.compile)
+        machine = Machine(
+            launch=launch,
+            device="cpu",
+            precision=self.precision,
+            compile=CompileSettings(self.compile) if self.compile else None,
+        )
         fields = {"activation_checkpointing": self.mode, **self.fields}
         return STRATEGIES[self.strategy](machine=machine, **fields)
 
@@ -142,6 +156,7 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
         optimizer = parallel_model.optimizer(
             make_optimizer("sgd"), [{"params": list(parallel_model.network.parameters())}]
         )
+        init_momentum(optimizer)
         losses = []
         for step, batches in zip(range(case.steps), stream.epoch(0), strict=False):
             parts = parallel_model.forward_backward(batches, step)
@@ -239,6 +254,8 @@ def test_what_tensor_ranks_told_each_other_is_not_told_again_where_operators_are
 
 # 12 rows in each micro-batch: what one compiles the others find in torch's cache
 COMPILED = {
+    "single": (1, SINGLE),
+    "one graph": (1, SINGLE.but(compile="step", micro_batches=1)),
     "ddp on 2": (2, Order("ddp", mode="units", micro_batches=1)),
     "tp on 2": (2, Order("tp", mode="operators")),
     "fsdp on 2": (2, Order("fsdp", mode="units", micro_batches=1)),
@@ -251,7 +268,7 @@ def test_compiled_it_is_the_same_curve(trained: Any, where: str) -> None:
     size, case = COMPILED[where]
     case = case.but(network="small", precision="fp32", steps=2)
     (reference,) = trained(1, SINGLE.but(network="small", precision="fp32", steps=2))
-    ranks = trained(size, case.but(compile=True))
+    ranks = trained(size, case.but(compile=case.compile or "default"))
     close(ranks, [reference], 1e-5)
     assert {name for rank in ranks for name in rank["weights"]} == reference["weights"].keys()  # names stay
     assert [rank["evaluation"] for rank in ranks] == pytest.approx([reference["evaluation"]] * size, abs=1e-5)

@@ -21,6 +21,7 @@ from trainer import Plan, Task
 from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
+from trainer.parallel.compile import CompileSettings
 from trainer.parallel.pipeline.schedule import SCHEDULES, StageLayout, can_run, runs_over_gloo
 from trainer.strategies.machine import Machine
 from trainer.strategies.pp import PP
@@ -457,7 +458,7 @@ class Wrong:
     world: int = 4
     micro_batches: int = 4
     uneven: bool = False
-    compile: bool = False
+    compile: CompileSettings | None = None
     share: int = 840  # samples, which divide by 1 to 8
 
 
@@ -473,7 +474,9 @@ REFUSED = {
     ),
     "rounds too": Wrong("cannot run 5 .* loop.micro_batches=4 or 6", {"schedule": "InterleavedZeroBubble"}, 2, 5),
     "too few": Wrong("cannot run 2 .* over 4 stages .* loop.micro_batches=4 or 5", {"schedule": "DualPipeV"}, 2, 2),
-    "compiled": Wrong("compile=true: ZBVZeroBubble computes", {"schedule": "ZBVZeroBubble"}, 2, compile=True),
+    "compiled": Wrong(
+        "compile.mode=default: ZBVZeroBubble computes", {"schedule": "ZBVZeroBubble"}, 2, compile=CompileSettings()
+    ),
     "two backwards": Wrong(
         "activation_checkpointing=operators: DualPipeV runs two",
         {"schedule": "DualPipeV", "activation_checkpointing": "operators"},

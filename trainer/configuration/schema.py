@@ -144,6 +144,16 @@ class ReservedOptimizerKeys:
 
 
 @dataclass(frozen=True)
+class Compile:
+    """What torch.compile does."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "step"] | None
+    scope: Literal["units", "network"] | None
+    fullgraph: bool
+    dynamic: bool | None
+
+
+@dataclass(frozen=True)
 class Settings:
     """The framework keys of one run, each of its type."""
 
@@ -159,7 +169,7 @@ class Settings:
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"]
     tf32: bool
     channels_last: bool
-    compile: bool
+    compile: Compile
     profile: ProfileWindow  # first and last step
     init_from: NonEmpty | None  # pretrained, or where weights lie
     processes: Count | Literal["auto"] | None  # that this command starts
@@ -201,16 +211,20 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
             f"loop.micro_batches={loop.micro_batches} and loop.micro_batch={loop.micro_batch}: "
             "give the number of micro-batches or the size of one, not both"
         )
-    if loop.uneven and parsed.compile:
+    compiled = f"compile.mode={parsed.compile.mode}"
+    if loop.uneven and parsed.compile.mode:
         wrong["loop.uneven"] = (
-            "loop.uneven=true and compile=true: a compiled network takes micro-batches of one size only; "
-            "set compile=false, or loop.uneven=false and a global batch that divides"
+            f"loop.uneven=true and {compiled}: a compiled network takes micro-batches of one size only; "
+            "set compile.mode=null, or loop.uneven=false and a global batch that divides"
         )
-    if loop.dropout == "sample" and parsed.compile:
-        wrong["loop.dropout"] = (
-            "loop.dropout=sample and compile=true: a compiled network draws torch's random numbers; "
-            "set compile=false, or loop.dropout=native"
+    if parsed.compile.mode == "step" and parsed.compile.scope is not None:
+        wrong["compile.scope"] = (
+            f"compile.scope={parsed.compile.scope} and {compiled}: the whole step is one graph; leave compile.scope out"
         )
+    changed = [key for key, value in vars(parsed.compile).items() if key != "mode" and value]
+    if parsed.compile.mode is None and changed:
+        key = f"compile.{changed[0]}"
+        wrong[key] = f"{format_override(written, key)} changes nothing without compile.mode; set compile.mode=default"
     if parsed.init_from is not None and parsed.run.resume not in ("auto", "fresh"):
         wrong["init_from"] = (
             f"init_from={parsed.init_from} and run.resume={parsed.run.resume}: a run goes on from a checkpoint or"
@@ -225,7 +239,8 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
 def _parse_section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str, str], prefix: str = "") -> Any:
     """A section with all that is in it; what is wrong with a key is added, and the section then is None."""
     if not isinstance(values, dict):
-        raise Refusal(f"a section with keys such as {', '.join(f'{prefix}{field.name}' for field in fields(kind)[:3])}")
+        keys = ", ".join(f"{prefix}{field.name}" for field in fields(kind)[:3])
+        raise Refusal(f"a section with keys such as {keys}")
     # Key by key, wherever one is wrong: all mistakes are told at once.
     types, parsed = get_type_hints(kind, include_extras=True), {}
     for field in fields(kind):

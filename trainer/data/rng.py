@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from trainer.launch.autograd_state import outside_transforms
 from trainer.launch.devices import accumulation_dtype, default_generator
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it lie as evenly as can be
@@ -136,10 +137,10 @@ class Random:
         A part has the numbers that it would have in the whole. A number depends on its place in its sample, not on the
         shape: padding a sample does not change its numbers.
         """
-        return _DerivedRandom(self._indices, self._start + number, part)
+        return DerivedRandom(self._indices, self.starts + number, part)
 
     @cached_property
-    def _start(self) -> Tensor:
+    def starts(self) -> Tensor:
         """Where the stream of each sample begins: (B,) int64. Made at the first use, because many batches need none."""
         return mix_bits(self._indices * to_int64(GOLDEN) + mix_seeds(self._seed, self._epoch))
 
@@ -183,8 +184,7 @@ class Random:
         part = self._part
         of_row = part if part and part.dim == len(rows) + 1 else None
         words = self._bits((batch, *rows, 1), part if of_row is None else None)
-        columns = _columns(of_row.size if of_row else width, words.device)
-        columns = columns[_positions(of_row.places, words.device)] if of_row else columns
+        columns = _columns(of_row.size if of_row else width, words.device, of_row.places if of_row else None)
         # a multiplier and a summand for each row; between two products the high bits come down to the low ones
         bits = (columns + words.int()).mul_(_SPREAD)
         bits = (bits >> 15).bitwise_xor_(bits).mul_((words >> 32).int().bitwise_or_(1))
@@ -199,7 +199,7 @@ class Random:
         batch = self._indices.shape[0]
         if not shape or shape[0] != batch:
             raise ValueError(f"shape {shape} must begin with the batch of {batch}")
-        return mix_bits(self._start[:, None] + self._places(shape[1:], part)).view(shape)
+        return mix_bits(self.starts[:, None] + self._places(shape[1:], part)).view(shape)
 
     def _places(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         """The distance of each number of a sample from the beginning of its stream: (numbers,) int64."""
@@ -208,12 +208,12 @@ class Random:
         return torch.arange(first, self._drawn + 1, device=self._indices.device) * to_int64(GOLDEN)
 
 
-class _DerivedRandom(Random):
+class DerivedRandom(Random):
     """The streams of `Random.of`, for one draw."""
 
     def __init__(self, indices: Tensor, start: Tensor, part: TensorPart | None) -> None:
         super().__init__(0, 0, indices)
-        self._start, self._part = start, part
+        self.starts, self._part = start, part
 
     def _places(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         # every dimension has its own stride: counted through, a number would move in a wider tensor
@@ -222,9 +222,29 @@ class _DerivedRandom(Random):
             ranges = part.places if part and part.dim == dim + 1 else (range(size),)
             if ranges == (range(1),):
                 continue
-            offsets = _positions(ranges, self._indices.device).mul_(_dim_stride(dim))  # (places of this dimension,)
+            offsets = _offsets(dim, ranges, self._indices.device)  # (places of this dimension,)
             places = places + offsets.view(-1, *(1,) * (len(shape) - dim - 1))
         return places.flatten()
+
+
+def _graph_constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function, whose results are constants of a compiled graph.
+
+    A compiler that saw how these tables are made would compute a place times an odd number of 64 bits as an index,
+    which must not overflow.
+    """
+
+    def call(*args: Any) -> Tensor:
+        with outside_transforms():  # or inside of `torch.func.grad` it would be a tensor of that
+            return function(*args)
+
+    return torch.compiler.assume_constant_result(call)
+
+
+@_graph_constant
+def _offsets(dim: int, places: tuple[range, ...], device: torch.device) -> Tensor:
+    """The distance of each place along a dimension from the first one: (places,) int64."""
+    return _positions(places, device).mul_(to_int64(GOLDEN if dim == 0 else mix_seeds(dim) * 2 + 1))
 
 
 def _positions(places: tuple[range, ...], device: torch.device) -> Tensor:
@@ -232,22 +252,27 @@ def _positions(places: tuple[range, ...], device: torch.device) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # only context ranks have several
 
 
-@cache
-def _dim_stride(dim: int) -> int:
-    """The distance between two neighbours along a dimension of a sample: an odd number of 64 bits."""
-    return to_int64(GOLDEN if dim == 0 else mix_seeds(dim) * 2 + 1)
+@_graph_constant
+def _columns(width: int, device: torch.device, places: tuple[range, ...] | None = None) -> Tensor:
+    """32 bits for each place of a row, or for some of them: (places,) int32, the same for every row."""
+    columns = _cached_columns(width, device)
+    return columns if places is None else columns[_positions(places, device)]
 
 
 @cache
-def _columns(width: int, device: torch.device) -> Tensor:
-    """32 bits for each place of a row: (width,) int32, the same for every row."""
+def _cached_columns(width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return mix_bits(torch.arange(1, width + 1) * to_int64(GOLDEN)).int().to(device)
 
 
-@cache
+@_graph_constant
 def _quantiles(device: torch.device) -> Tensor:
     """Half-normal quantiles at the probabilities (0.5 + cell / 512) · 2^(power - 32), at index power · 256 + cell."""
+    return _cached_quantiles(device)
+
+
+@cache
+def _cached_quantiles(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         cells = torch.arange(34 * 256 + 1, dtype=torch.float64)
         probability = (0.5 + (cells % 256) / 512) * 2.0 ** (torch.floor(cells / 256) - 32)

@@ -41,6 +41,7 @@ from trainer.learning.parameter_patterns import Rule
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
+from trainer.parallel.compile import CompileSettings
 from trainer.parallel.meta_model import is_meta_model
 from trainer.records.run_folder import RunFolder, refuse_unwritable
 from trainer.records.sinks import Sink
@@ -266,7 +267,7 @@ def make_machine(settings: Settings, launch: Launch) -> Machine:
         tf32=settings.tf32,
         channels_last=settings.channels_last,
         seed=settings.seed,
-        compile=settings.compile,
+        compile=CompileSettings(**vars(settings.compile)) if settings.compile.mode else None,
         dropout=settings.loop.dropout,
         backend=settings.distributed.backend,
         interface=settings.distributed.interface,

@@ -17,8 +17,8 @@ from trainer.data.rng import preserve_rng_state
 from trainer.learning.generation_request import GenerationRequest
 from trainer.learning.intervals import Trigger
 from trainer.learning.task import Task, TaskWrapper, unwrap_task
+from trainer.parallel.compile import without_compile
 from trainer.parallel.device_mesh import to_local
-from trainer.parallel.module_units import without_compile
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import compute_histograms
 from trainer.records.sinks import Log

@@ -1,15 +1,12 @@
-"""Which subtrees of a network are units: gathered, recomputed and compiled as one. And torch.compile of them."""
+"""Which subtrees of a network are units: gathered, recomputed and compiled as one."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -199,33 +196,3 @@ def _is_one_layer(module: nn.Module) -> bool:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def compile_units(network: nn.Module, names: list[str]) -> None:
-    """Compile each of these units by itself, in place; the whole network where none is named. Names stay.
-
-    Units of one class and with parameters of the same shapes share one graph: torch's cache belongs to the code, not to
-    the module. So it also counts towards one limit how often all of them had to be compiled, and then silently gives
-    up; the limit is raised to what these units may need.
-    """
-    if not names:
-        network.compile()
-        return
-    limit = torch.compiler.config
-    limit.recompile_limit = max(limit.recompile_limit, 8 + 4 * len(names))  # training, evaluation, two batch sizes each
-    limit.accumulated_recompile_limit = max(limit.accumulated_recompile_limit, 4 * limit.recompile_limit)
-    shapes = defaultdict(set)
-    units = [network.get_submodule(name) for name in names]
-    for unit in units:
-        shapes[type(unit)].add(tuple(parameter.shape for parameter in unit.parameters()))
-    for unit in units:
-        # where sizes differ from unit to unit torch would take them for variable, and compute slower for it
-        unit.compile(dynamic=None if len(shapes[type(unit)]) == 1 else False)
-
-
-def without_compile() -> AbstractContextManager[Any]:
-    """Inside it compiled modules run as they were written: for a trial batch, whose size is not that of a step.
-
-    A first call of another size would cost a graph that is never used again, and have torch take the size for variable.
-    """
-    return torch.compiler.set_stance("force_eager")

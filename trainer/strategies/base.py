@@ -44,6 +44,14 @@ class Strategy(RankContext):
             raise Refusal(f"strategy={self.name} uses one process, {world_size} were started; use strategy=ddp")
         return 1
 
+    def refuse_compile(self, micro_batches: int) -> None:
+        """Refuse what cannot be compiled as `compile` says; here a step as one graph, which sends nothing."""
+        if self.machine.compile is not None and self.machine.compile.mode == "step":
+            raise Refusal(
+                f"strategy={self.name} compile.mode=step: a step is one graph only on one device, with strategy=single;"
+                " use compile.mode=default"
+            )
+
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse this number of micro-batches, or data ranks with different numbers of samples (`uneven`).
 
@@ -86,8 +94,7 @@ class Strategy(RankContext):
         drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
         if drops and self.dropout == "native":
             layers = format_count(drops, "dropout layer")
-            remedy = "loop.dropout=sample mends that" + (", without compile" if self.machine.compile else "")
-            notes.append(f"{layers}: the curve depends on micro-batches and data ranks; {remedy}")
+            notes.append(f"{layers}: the curve depends on micro-batches and data ranks; loop.dropout=sample mends that")
         return notes
 
     @property

@@ -16,7 +16,7 @@ from typing_extensions import override
 from trainer.learning.freezing import preserve_untrained
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
-from trainer.parallel.module_units import without_compile
+from trainer.parallel.compile import without_compile
 from trainer.strategies.loss import FlatOutput, Forward, unflatten_output
 from trainer.strategies.multi_process import Joined
 from trainer.strategies.parallel_model import ParallelModel

@@ -30,8 +30,9 @@ class DP(Strategy):
         """Refuse what replicas in threads cannot do."""
         if self.machine.compile and len(self.devices()) > 1:
             raise Refusal(
-                "strategy=dp compile=true: a compiled network is bound to the first GPU, and its replicas on the others"
-                " would compute with what lies there; use compile=false, or strategy=ddp"
+                f"strategy=dp compile.mode={self.machine.compile.mode}: a compiled network is bound to the first GPU,"
+                " and its replicas on the others would compute with what lies there; use compile.mode=null, or"
+                " strategy=ddp"
             )
         if self.machine.dropout == "sample" and len(self.devices()) > 1:
             raise Refusal(

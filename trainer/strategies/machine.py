@@ -18,6 +18,7 @@ from trainer.launch.devices import accelerator_type, accumulation_dtype, device_
 from trainer.launch.rendezvous import Launch
 from trainer.launch.store_collectives import machine_id, run_on_all_ranks
 from trainer.messages import Refusal, format_count
+from trainer.parallel.compile import CompileSettings
 from trainer.parallel.process_group import backend_of, refuse_backend
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +34,7 @@ class Machine:
     tf32: bool = False  # CUDA GPUs multiply what is fp32 with 10 bits instead of 23, also in convolutions
     channels_last: bool = True  # images and the weights of convolutions lie so in memory
     seed: int = 0
-    compile: bool = False
+    compile: CompileSettings | None = None  # None: nothing is compiled
     dropout: Literal["sample", "native"] | None = None  # whose random numbers a forward has; None: the strategy says
     backend: str | None = None  # of torch.distributed; None: the device's own, NCCL on CUDA, gloo on CPUs
     interface: str | None = None  # network interface that gloo and NCCL use; None: they choose

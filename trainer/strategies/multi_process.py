@@ -147,6 +147,12 @@ class Meshed(Joined):
             refuse_plan(network, task.plan(network), degrees["tensor"])
         if degrees.get("context", 1) > 1:
             refuse_context(network, task.plan(network))
+            if self.machine.compile is not None and self.dropout == "sample":
+                raise Refusal(
+                    f"strategy={self.name} compile.mode={self.machine.compile.mode}: a compiled network does not know"
+                    " which tokens of a sample it has, so dropout cannot be each sample's own; set loop.dropout=native"
+                    " (or no dropout, and that word)"
+                )
             if is_recurrent(task):
                 raise Refusal(
                     f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"

@@ -16,9 +16,10 @@ from trainer.learning.task import Task, refuse_task_gradients, task_weights_with
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
 from trainer.parallel.batch_norm import average_statistics, synchronise_batch_norms
+from trainer.parallel.compile import Compiler, NoCompiler, without_compile
 from trainer.parallel.context_parallel import Pieces
 from trainer.parallel.gradient_clipping import clip_gradients_, global_norm
-from trainer.parallel.module_units import compile_units, find_units, present_units, without_compile
+from trainer.parallel.module_units import find_units, present_units
 from trainer.parallel.optimizer_state import (
     empty_optimizer_state,
     optimizer_tensors,
@@ -26,7 +27,8 @@ from trainer.parallel.optimizer_state import (
     restore_optimizer,
 )
 from trainer.parallel.ranks import Ranks, gather_exceptions
-from trainer.parallel.rng.sample_rng import RNG_CLASSES, TorchRNG
+from trainer.parallel.rng.compiled_rng import make_rng
+from trainer.parallel.rng.native_rng import TorchRNG
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
     Forward,
@@ -60,12 +62,15 @@ class ParallelModel:
     memory_format: MemoryFormat  # `cast` gives a batch the type and layout of the weights
     machine: Machine  # the strategy's
     before_first_step: bool  # has no step been done?
+    step_draws = False  # may more than the network draw inside of what is compiled?
     interleaves = False  # are several micro-batches of a step under way at once?
 
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True
         self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), make_recurrent_state(task, strategy)
+        compiling, samples = self.machine.compile, strategy.dropout == "sample"
+        self.compiler = NoCompiler() if compiling is None else Compiler(compiling, draws_samples=samples)
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
@@ -75,8 +80,8 @@ class ParallelModel:
             synchronise_batch_norms(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
         )
         refuse_extra_state(network)
-        self.rng = RNG_CLASSES[strategy.dropout](self.machine.seed, strategy.device)
-        self.rng.watch(network, type(task).forward is not Task.forward)
+        self.rng = make_rng(strategy.dropout, self.machine.compile is not None, self.machine.seed, strategy.device)
+        self.rng.watch(network, self.step_draws or type(task).forward is not Task.forward)
         # facts of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self.plan = task.plan(network)
@@ -89,8 +94,7 @@ class ParallelModel:
             units = present_units(piece, names)
             if strategy.activation_checkpointing != "none":
                 apply_activation_checkpointing(piece, units, strategy.activation_checkpointing)
-            if self.machine.compile:
-                compile_units(piece, units)
+            self.compiler.compile_units(piece, units)
         # parameters become what the optimizer gets (perhaps shards), and then the step is wrapped
         self.step_module = self.carried.make_step_module(task, self.network)
         self.shard(names)
@@ -148,7 +152,7 @@ class ParallelModel:
 
     def heard(self) -> list[str]:
         """Sentences for the user about the steps since the last call."""
-        return self.rng.pop_notes()
+        return [*self.rng.pop_notes(), *self.compiler.pop_notes()]
 
     # the methods of a step
 

@@ -142,8 +142,8 @@ class PP(Meshed):
         splits = SCHEDULES[self.schedule].splits_backward  # into gradients of inputs and of weights
         if self.machine.compile and splits:
             raise Refusal(
-                f"compile=true: {self.schedule} computes gradients of inputs and weights apart, which compiled stages"
-                " cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
+                f"compile.mode={self.machine.compile.mode}: {self.schedule} computes gradients of inputs and weights"
+                " apart, which compiled stages cannot; 1F1B, GPipe, Interleaved1F1B and LoopedBFS can"
             )
         if self.activation_checkpointing == "operators" and splits:
             raise Refusal(

@@ -77,8 +77,8 @@ class RankContext:
 
     @property
     def dropout(self) -> Literal["sample", "native"]:
-        """Whose random numbers a forward has: each sample's own, or, with `compile`, torch's."""
-        return self.machine.dropout or ("native" if self.machine.compile else "sample")
+        """Whose random numbers a forward has: each sample's own, or torch's."""
+        return self.machine.dropout or "sample"
 
     # time limits
 

@@ -138,7 +138,7 @@ class Experiments:
             with temporary_attributes(strategy, activation_checkpointing="none"):
                 mended[NO_RECOMPUTING] = self._is_mended(plain, NO_RECOMPUTING, run)
         if machine.compile:
-            eager = replace(machine, compile=False)
+            eager = replace(machine, compile=None)
             with temporary_attributes(strategy, machine=eager):
                 mended[UNCOMPILED] = self._is_mended(plain, UNCOMPILED, replace(run, machine=eager))
         if "BatchNorm" in self._module_class and not strategy.sync_bn and strategy.data_group.size > 1:

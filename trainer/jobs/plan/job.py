@@ -112,7 +112,7 @@ class PlanJob(Job):
             precision=precision,
             backend="fake",  # torch's, which sends nothing
             interface=None,
-            compile=False,  # operators are noted one by one, as they run without compilation
+            compile=None,  # operators are noted one by one, as they run without compilation
             compare_copies=False,  # there are no values to compare
         )
         if self.names is not None and AS_NAMED in self.names:

@@ -149,7 +149,7 @@ class FakeForward:
         if not self._may_draw and not torch.equal(rng_state, torch.get_rng_state()):
             raise CannotCut(
                 "its forward draws random numbers by itself (dropped layers, masks), and stages would draw others;"
-                " with loop.dropout=sample, without compile, they draw the same"
+                " with loop.dropout=sample they draw the same"
             )
 
     def _call(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:

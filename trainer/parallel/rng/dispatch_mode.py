@@ -41,7 +41,7 @@ class RandomDispatchMode(RandomOperatorInterceptor):
             return func(*args, **kwargs)
         draw.many = self._many
         draw.time_first = draw.time_first if self._time_first is None else self._time_first
-        make = _OPERATORS.get(func.overloadpacket)
+        make = REPLACEMENTS.get(func.overloadpacket)
         if make is not None:
             return make(draw, func, *args, **kwargs)
         device = next((each.device for each in args if isinstance(each, Tensor)), kwargs.get("device"))
@@ -129,7 +129,7 @@ def _new_like(
 
 _AT = torch.ops.aten
 # operator → its replacement, called with the draw, the operator, and its arguments
-_OPERATORS: dict[Any, Callable[..., Any]] = {
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _AT.bernoulli_: _bernoulli_,
     _AT.bernoulli: _bernoulli,
     _AT.native_dropout: _native_dropout,

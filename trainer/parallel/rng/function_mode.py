@@ -96,9 +96,9 @@ class RandomFunctionMode(TorchFunctionMode):
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         if func in _DROPOUT:
-            return _dropout(self._source, func, *args, **kwargs)
+            return sample_dropout(self._source, func, *args, **kwargs)
         if func is functional.scaled_dot_product_attention:
-            return _attention(self._source, func, *args, **kwargs)
+            return sample_attention(self._source, func, *args, **kwargs)
         # what has several operators, or is rare, is seen by the dispatcher: there each operator takes microseconds
         if func is functional.multi_head_attention_forward:
             return _multi_head_attention(self._source, func, *args, **kwargs)
@@ -138,7 +138,7 @@ def _recurrent(source: DrawSource, func: Any, *args: Any) -> Any:
         return func(*args)
 
 
-def _dropout(
+def sample_dropout(
     source: DrawSource,
     func: Any,
     input: Tensor,
@@ -174,6 +174,7 @@ def _dropout_mask(draw: RandomDraw, x: Tensor, p: float) -> Tensor:
     return DTensor.from_local(hidden, mesh, x.placements, run_check=False)
 
 
+@torch.compiler.assume_constant_result
 @cache  # once for a process
 def _warn_of_attention_weights() -> None:
     log.warning(
@@ -183,7 +184,7 @@ def _warn_of_attention_weights() -> None:
     )
 
 
-def _attention(
+def sample_attention(
     source: DrawSource,
     func: Any,
     query: Tensor,

@@ -41,6 +41,10 @@ class TorchRNG:
         """Call a function that is no part of the network and may draw, for example a loss."""
         return function(*args)
 
+    def call_in_graph(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function, of which the network is a part, in a graph that is being made."""
+        return function(*args)
+
     def begin_forward(self, indices: Tensor, step: int, *place: int) -> None:
         """A forward of these samples begins. place: micro-batch, data rank, and the stage if there are several."""
         seed_torch(mix_seeds(self._seed, step, *place), self._device)

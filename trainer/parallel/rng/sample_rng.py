@@ -25,7 +25,8 @@ from trainer.parallel.rng.random_draw import ActivationShard, RandomDraw, RowChe
 from trainer.parallel.tensor_parallel import activation_layouts
 
 OUTSIDE = "the task"  # draws when no module of the network runs; no module has such a name
-_CALL, _DRAW = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # calls of a module are so far apart, and draws of a call
+# calls of a module are so far apart, and draws of a call
+CALL_STRIDE, DRAW_STRIDE = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F
 _LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
 # words in the names of torch's modules that draw
 _RANDOM_TORCH_MODULES = ("Dropout", "Transformer", "Attention", "RNN", "LSTM", "GRU", "RReLU", "Fractional")
@@ -58,18 +59,18 @@ class ForwardRNGState:
         """Count one more call of this module; returns the number of the call."""
         self._enter_piece()
         self.calls[module] += 1
-        return module + self.calls[module] * _CALL
+        return module + self.calls[module] * CALL_STRIDE
 
     def add(self, call: int, shard: ActivationShard | None) -> None:
         """Add one more draw, in this call."""
         self._enter_piece()
         self._draws_of_call[call] += 1
-        self.draws.append((to_int64(call + self._draws_of_call[call] * _DRAW), shard))
+        self.draws.append((to_int64(call + self._draws_of_call[call] * DRAW_STRIDE), shard))
 
     def add_at(self, name: str | None, call: int, draw: int, shard: ActivationShard | None) -> None:
         """Add one more draw, of which it is known where it stands in the code: a stage of a pipeline knows it."""
-        module = hash_name(OUTSIDE) if name is None else hash_name(name) + call * _CALL
-        self.draws.append((to_int64(module + draw * _DRAW), shard))
+        module = hash_name(OUTSIDE) if name is None else hash_name(name) + call * CALL_STRIDE
+        self.draws.append((to_int64(module + draw * DRAW_STRIDE), shard))
 
     def _enter_piece(self) -> None:
         """In each piece of a sequence a module counts from where it began: the pieces are parts of the same draws."""
@@ -95,13 +96,15 @@ class SampleRNG(TorchRNG):
     batch is the same on all ranks.
     """
 
+    mode_class: Any = RandomFunctionMode
+
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
-        self._mode = RandomFunctionMode(self)
+        self._mode = self.mode_class(self)
         self._running = [hash_name(OUTSIDE)]  # calls of modules that are under way, the innermost last
         self._forward = ForwardRNGState(seed, 0, torch.empty(0, dtype=torch.int64))  # nobody's
         self._begun: tuple[int, int, Tensor, tuple[int, ...]] | None = None  # a forward in which nothing has been drawn
-        self._time_first = False
+        self.time_first = False
         # Of torch's own modules it is known which ones draw. Where there are no others the loss alone is looked at, and
         # that only once it draws: looking costs some microseconds for each function of torch, which short steps notice.
         self._network_mode: Any = nullcontext()  # around forward and backward
@@ -111,7 +114,7 @@ class SampleRNG(TorchRNG):
         # a seed of torch's generator → the forward that has come so far, and how many draws it had made then
         self._progress: dict[int, tuple[ForwardRNGState, int]] = {}
         self._sequence_shard: SequenceShard | None = None  # of each sample's tokens, where ranks share them
-        self._shard: ActivationShard | None = None  # of activations as they lie at present
+        self.shard: ActivationShard | None = None  # of activations as they lie at present
         self._names: dict[int, str] = {}  # of modules, by their calls
         self._row_check = RowCheck()
 
@@ -124,7 +127,7 @@ class SampleRNG(TorchRNG):
     def watch(self, network: nn.Module, may_draw: bool) -> None:
         """Know the modules of a network by their names."""
         for name, module in network.named_modules():
-            self._time_first |= getattr(module, "batch_first", True) is False
+            self.time_first |= getattr(module, "batch_first", True) is False
             if _may_draw(module):
                 may_draw = True
                 self._watch_calls(module, name)
@@ -174,7 +177,7 @@ class SampleRNG(TorchRNG):
     def set_sequence_shard(self, ranks: Ranks, tokens: int, most_pieces: int) -> None:
         """In this forward these ranks have so many tokens of each sample, in at most so many pieces."""
         shard = SequenceShard(1, tokens, rank_pieces(ranks.rank, ranks.size, tokens, most_pieces))
-        self._sequence_shard = self._shard = shard if ranks.size > 1 else None
+        self._sequence_shard = self.shard = shard if ranks.size > 1 else None
 
     def _change_layout(self, layout: Any, ranks: Ranks, module: nn.Module, *values: Any) -> None:
         """Activations lie as this layout says from here on. values: a module's arguments, its output if it has one."""
@@ -182,17 +185,17 @@ class SampleRNG(TorchRNG):
         shards = [each for each in layouts if isinstance(each, Shard)]
         if any(shard.dim == 0 for shard in shards):
             return  # what has its tokens first has no batch: vectors of positions, which are added to what has one
-        self._shard = self._sequence_shard
+        self.shard = self._sequence_shard
         for shard in shards:
             x = first_tensor(values[-1])  # (B, T, C) or (B, C)
             is_last = shard.dim in (-1, x.dim() - 1)
             local = ActivationShard(-1 if is_last else shard.dim, x.shape[-1], Pieces((ranks.rank,), ranks.size))
-            self._shard = self._sequence_shard.within(local) if self._sequence_shard else local
+            self.shard = self._sequence_shard.within(local) if self._sequence_shard else local
 
     def _begin(self, *begun: Any) -> None:
         """A forward begins: (kind, step, indices, place)."""
         del self._running[1:]  # an error may have left some
-        self._shard, self._begun = None, begun
+        self.shard, self._begun = None, begun
         # parts of what may draw may be computed again, and know by the generator where they began; of a network that
         # draws nothing it is enough to start as the loss draws, which few do
         if self._network_mode is self._mode:
@@ -205,6 +208,14 @@ class SampleRNG(TorchRNG):
             seed_torch(mix_seeds(self._seed, kind, step, *place), self._device)
             self._forward = ForwardRNGState(mix_seeds(self._seed, kind), step, to_device(indices, self._device))
             self._progress[torch.default_generator.initial_seed()] = self._forward, 0
+            self._has_begun(self._forward)
+
+    def _has_begun(self, forward: ForwardRNGState) -> None:
+        """What is drawn from here on belongs to this forward."""
+
+    def _next_number(self) -> int | None:
+        """The number of the next draw, if it is drawn between two graphs of a compiled module."""
+        return None
 
     def next_draw(self) -> RandomDraw | None:
         """The next draw of the forward that is under way; None where it is nobody's."""
@@ -217,15 +228,18 @@ class SampleRNG(TorchRNG):
         forward, count = progress
         if count == len(forward.draws):  # drawn for the first time, not once more in a recomputation
             site, piece = call_site(), current_piece()
-            shard = self._shard.only(piece[1]) if piece and isinstance(self._shard, SequenceShard) else self._shard
-            forward.add(self._running[-1], shard) if site is None else forward.add_at(*site, shard)
+            shard = self.shard.only(piece[1]) if piece and isinstance(self.shard, SequenceShard) else self.shard
+            if (number := self._next_number()) is not None:
+                forward.draws.append((number, shard))
+            else:
+                forward.add(self._running[-1], shard) if site is None else forward.add_at(*site, shard)
         draw = forward.draws[count]
         following = mix_seeds(torch.default_generator.initial_seed())
         torch.default_generator.manual_seed(following)
         self._progress[following] = forward, count + 1
         module = self._names.get(self._running[-1], "")
         streams = forward.batch, forward.samples, forward.common, forward.seed
-        return RandomDraw(*streams, *draw, self._time_first, module, self._row_check)
+        return RandomDraw(*streams, *draw, self.time_first, module, self._row_check)
 
     def has_drawn(self) -> bool:
         """Has anything been drawn in this step?"""
@@ -239,7 +253,7 @@ class SampleRNG(TorchRNG):
         """Know when a module is called and when it has ended."""
         hashed = hash_name(name)
 
-        # in what a network compiles by itself nobody asks for names
+        # in what is compiled nobody asks for names while it runs
         def begins(*_: Any) -> None:
             if not torch.compiler.is_compiling():
                 self._running.append(call := self._forward.count_call(hashed))
@@ -257,7 +271,3 @@ def _may_draw(module: nn.Module) -> bool:
     """May a forward of this module draw by itself? Of torch's own modules only a few do."""
     kind = type(module)
     return not kind.__module__.startswith("torch.nn.") or any(word in kind.__name__ for word in _RANDOM_TORCH_MODULES)
-
-
-# loop.dropout → the random numbers of a forward
-RNG_CLASSES: dict[str, Callable[[int, torch.device], TorchRNG]] = {"sample": SampleRNG, "native": TorchRNG}

@@ -1,0 +1,121 @@
+"""torch.compile of a network or of its units, and how many graphs it made."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from trainer.messages import format_count
+
+# Functions that torch's tracer does not show to a function mode: in a graph they would draw torch's own numbers. Their
+# operators are known by these names alone.
+_UNSEEN = ("rand_like", "randn_like", "randint_like", "randperm", "multinomial", "poisson", "native_dropout")
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """How a network is compiled; the fields are the keys of `compile`, and mean what torch.compile says of them."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "step"] = "default"
+    scope: Literal["units", "network"] | None = None  # each unit by itself, or the whole; None: units if there are any
+    fullgraph: bool = False  # a graph that ends inside of what is compiled is an error
+    dynamic: bool | None = None  # are sizes variable from the first graph on? None: from the second one on
+
+
+class NoCompiler:
+    """Compiles nothing."""
+
+    def compile_units(self, network: nn.Module, names: list[str]) -> None:
+        """Compile these units of a network, in place."""
+
+    def pop_notes(self) -> list[str]:
+        """What a user should know of the graphs since the last call."""
+        return []
+
+
+class Compiler(NoCompiler):
+    """Compiles as the settings say, and counts its graphs."""
+
+    def __init__(self, settings: CompileSettings, draws_samples: bool) -> None:
+        """draws_samples: are random numbers those of samples, so that a graph may not draw torch's?"""
+        self.settings, self._draws_samples = settings, draws_samples
+        self._graphs, self._seconds = 0, 0.0
+        self.backend = self._compile_graph  # one object: by it torch knows which graphs units may share
+        self._said = 0  # of the graphs
+
+    @override
+    def compile_units(self, network: nn.Module, names: list[str]) -> None:
+        """Compile each of these units by itself, in place; the whole network where none is named. Names stay.
+
+        Units of one class and with parameters of the same shapes share one graph: torch's cache belongs to the code,
+        not to the module. So it also counts towards one limit how often all of them had to be compiled, and then
+        silently gives up; the limit is raised to what these units may need.
+        """
+        how = {"backend": self.backend, "fullgraph": self.settings.fullgraph}
+        if not names or self.settings.scope == "network":
+            network.compile(dynamic=self.settings.dynamic, **how)
+            return
+        limit = torch.compiler.config
+        # training, evaluation, two batch sizes each
+        limit.recompile_limit = max(limit.recompile_limit, 8 + 4 * len(names))
+        limit.accumulated_recompile_limit = max(limit.accumulated_recompile_limit, 4 * limit.recompile_limit)
+        if self._draws_samples:  # which module draws is known again in a repeated forward: it is the same graph
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        shapes = defaultdict(set)
+        units = [network.get_submodule(name) for name in names]
+        for unit in units:
+            shapes[type(unit)].add(tuple(parameter.shape for parameter in unit.parameters()))
+        for unit in units:
+            # where sizes differ from unit to unit torch would take them for variable, and compute slower for it
+            alike = len(shapes[type(unit)]) == 1
+            unit.compile(dynamic=self.settings.dynamic if alike or self.settings.dynamic else False, **how)
+
+    def _compile_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        """What torch calls for each graph: Inductor, in the mode of the settings."""
+        from torch._inductor import list_mode_options  # a second of imports, which most runs need not pay
+        from torch._inductor.compile_fx import compile_fx
+
+        if self._draws_samples:
+            _refuse_unseen_draws(graph)
+        began = monotonic()
+        mode = self.settings.mode if self.settings.mode in ("reduce-overhead", "max-autotune") else "default"
+        compiled: Any = compile_fx(graph, inputs, config_patches=list_mode_options(mode, self.settings.dynamic))
+        self._graphs, self._seconds = self._graphs + 1, self._seconds + monotonic() - began
+        return compiled
+
+    @override
+    def pop_notes(self) -> list[str]:
+        """How many graphs were made since the last call."""
+        new, before, self._said = self._graphs - self._said, self._said, self._graphs
+        if not new:
+            return []
+        again = "; a shape, a type or a mode was new: TORCH_LOGS=recompiles shows which" if before else ""
+        of = f"{new} more, {self._graphs} graphs in all" if before else format_count(new, "graph")
+        return [f"compile: {of}, {self._seconds:.0f} s until now{again}"]
+
+
+def without_compile() -> AbstractContextManager[Any]:
+    """Inside it compiled modules run as they were written: for a trial batch, whose size is not that of a step.
+
+    A first call of another size would cost a graph that is never used again, and have torch take the size for variable.
+    """
+    return torch.compiler.set_stance("force_eager")
+
+
+def _refuse_unseen_draws(graph: torch.fx.GraphModule) -> None:
+    """RuntimeError for a graph with random numbers that cannot be those of samples."""
+    for node in graph.graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op in ("call_function", "call_method") and name in _UNSEEN:
+            raise RuntimeError(
+                f"loop.dropout=sample: a compiled module calls {name}, which torch.compile does not show; write"
+                " torch.rand(x.shape, device=x.device) or torch.randn there, or use loop.dropout=native"
+            )

@@ -1,0 +1,185 @@
+"""Random numbers that belong to samples, in compiled networks: the same numbers as without compile.
+
+While a graph is made, Python runs as in a forward, and so it is known which module draws. What differs from step to
+step (where the samples' streams begin) and from unit to unit (a module's name) is a tensor, so that no graph is made
+anew for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from trainer.data.rng import DerivedRandom, to_int64
+from trainer.parallel.rng.dispatch_mode import REPLACEMENTS
+from trainer.parallel.rng.function_mode import RANDOM_FUNCTIONS, RandomFunctionMode, sample_attention, sample_dropout
+from trainer.parallel.rng.native_rng import TorchRNG
+from trainer.parallel.rng.random_draw import RandomDraw
+from trainer.parallel.rng.sample_rng import CALL_STRIDE, DRAW_STRIDE, OUTSIDE, ForwardRNGState, SampleRNG, hash_name
+
+_OPERATORS = torch.ops.aten
+# what a module of a network may call by itself, and the operator that it is
+_GRAPH_FUNCTIONS: dict[Callable[..., Any], Any] = {
+    torch.bernoulli: _OPERATORS.bernoulli,
+    Tensor.bernoulli: _OPERATORS.bernoulli,
+    Tensor.bernoulli_: _OPERATORS.bernoulli_,
+    Tensor.uniform_: _OPERATORS.uniform_,
+    Tensor.normal_: _OPERATORS.normal_,
+    torch.rand: _OPERATORS.rand,
+    torch.randn: _OPERATORS.randn,
+}
+# dropout of whole channels, and the dimensions that its input must have to be a batch: (B, C, …)
+_CHANNEL_DROPOUT = {functional.dropout1d: 3, functional.dropout2d: 4, functional.dropout3d: 5}
+
+
+class _GraphFunctionMode(RandomFunctionMode):
+    """Inside it torch's random functions draw from each sample's streams, also in code that is compiled."""
+
+    def __init__(self, rng: CompiledSampleRNG) -> None:
+        super().__init__(rng)
+        self._rng = rng
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is checkpoint and torch.compiler.is_compiling():
+            # a mode is off while it handles a call, and this one calls the network
+            return func(partial(self._call, args[0]), *args[1:], **kwargs)
+        if not torch.compiler.is_compiling() or func not in RANDOM_FUNCTIONS or kwargs.get("generator") is not None:
+            return super().__torch_function__(func, types, args, kwargs)
+        graph = self._rng.graph_draws
+        if func is functional.dropout:
+            return sample_dropout(graph, func, *args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            return sample_attention(graph, func, *args, **kwargs)
+        if func in _CHANNEL_DROPOUT and args[0].dim() == _CHANNEL_DROPOUT[func]:
+            return _channel_dropout(graph, func, *args, **kwargs)
+        if func in _GRAPH_FUNCTIONS and (draw := graph.next_draw()) is not None:
+            if func in (torch.rand, torch.randn) and not isinstance(args[0], tuple | list):
+                args = (args,)  # the operators take sizes as one argument
+            operator = _GRAPH_FUNCTIONS[func]
+            return REPLACEMENTS[operator](draw, operator, *args, **kwargs)
+        # a random function that is rare: the graph ends here, and it runs as without compile
+        return self._outside_graph(func, types, args, kwargs)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return function(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _outside_graph(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return RandomFunctionMode.__torch_function__(self, func, types, args, kwargs)
+
+
+def _channel_dropout(
+    graph: GraphDraws, func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    draw = graph.next_draw() if training and 0 < p < 1 else None
+    if draw is None:
+        return func(x, p, training, inplace)
+    kept = draw.bernoulli(1 - p, (*x.shape[:2], *(1 for _ in x.shape[2:]))).to(x.dtype).div(1 - p)  # (B, C, 1, …)
+    return x.mul_(kept) if inplace else x * kept
+
+
+class GraphDraws:
+    """Which module draws, and which of its draws it is, while a graph is made."""
+
+    starts: Tensor  # where the stream of each sample begins: (B,) int64
+    common_start: Tensor  # the same for what has no batch: (1,)
+
+    def __init__(self, rng: CompiledSampleRNG) -> None:
+        self._rng = rng
+        self.under_way: list[list[Any]] = []  # [module, its draws in this call]; the innermost last
+        self.modules: list[nn.Module] = []  # all that may draw
+
+    def watch(self, module: nn.Module, name: str, device: torch.device) -> None:
+        """Know when a compiled module is called and when it has ended."""
+        # Attributes, not buffers: no checkpoint has them. The number is a tensor: units that are alike share a graph.
+        vars(module).update(draw_name=hash_name(name), draw_calls=0)
+        vars(module)["draw_number"] = torch.tensor(to_int64(hash_name(name)), device=device)
+        self.modules.append(module)
+        module.register_forward_pre_hook(self._begins)
+        module.register_forward_hook(self._ends)
+
+    def begin(self, starts: Tensor, common_start: Tensor) -> None:
+        """A forward begins."""
+        self.starts, self.common_start = starts, common_start
+        self.under_way.clear()  # an error may have left some
+        for module in self.modules:
+            vars(module)["draw_calls"] = 0
+
+    def _begins(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            module.draw_calls += 1  # type: ignore[operator, assignment]  # a number of its own
+            self.under_way.append([module, 0])
+
+    def _ends(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.under_way.pop()
+
+    def next_draw(self) -> RandomDraw | None:
+        """The next draw of the graph; None where no module of the network is under way."""
+        if not self.under_way:
+            return None
+        call = self.under_way[-1]
+        call[1] += 1
+        module = call[0]
+        number = module.draw_number + to_int64(module.draw_calls * CALL_STRIDE + call[1] * DRAW_STRIDE)
+        samples = DerivedRandom(self.starts, self.starts, None)
+        common = DerivedRandom(self.common_start, self.common_start, None)
+        shard, time_first = self._rng.shard, self._rng.time_first
+        return RandomDraw(self.starts.shape[0], samples, common, 0, number, shard, time_first)
+
+    def next_number(self) -> int | None:
+        """The number of the next draw, where a graph ended inside of a module, and it draws outside of the graph."""
+        if not self.under_way:
+            return None
+        call = self.under_way[-1]
+        call[1] += 1
+        return to_int64(call[0].draw_name + call[0].draw_calls * CALL_STRIDE + call[1] * DRAW_STRIDE)
+
+    def has_drawn(self) -> bool:
+        """Is not known."""
+        return True
+
+
+class CompiledSampleRNG(SampleRNG):
+    """`SampleRNG` for a network that is compiled, or parts of which are."""
+
+    mode_class: Any = _GraphFunctionMode
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed, device)
+        self.graph_draws = GraphDraws(self)
+        self.task = nn.Identity()  # stands for what draws outside of the network, in a step that is one graph
+        self.graph_draws.watch(self.task, OUTSIDE, device)
+
+    @override
+    def call_in_graph(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.graph_draws.under_way.append([self.task, 0])
+        result = function(*args)
+        self.graph_draws.under_way.pop()
+        return result
+
+    def _watch_calls(self, module: nn.Module, name: str) -> None:
+        super()._watch_calls(module, name)
+        self.graph_draws.watch(module, name, self._device)
+
+    def _has_begun(self, forward: ForwardRNGState) -> None:
+        self.graph_draws.begin(forward.samples.starts, forward.common.starts)
+
+    def _next_number(self) -> int | None:
+        return self.graph_draws.next_number()
+
+
+def make_rng(dropout: str, compiled: bool, seed: int, device: torch.device) -> TorchRNG:
+    """The random numbers of a forward. dropout: `sample` or `native`; compiled: is any of the network?"""
+    if dropout == "native":
+        return TorchRNG(seed, device)
+    return CompiledSampleRNG(seed, device) if compiled else SampleRNG(seed, device)

@@ -1,0 +1,179 @@
+"""`CompiledStepModel`: forward, loss, backward and the optimizer's update as one graph (`compile.mode=step`).
+
+A short step spends most of its time in Python and in calls of kernels. One graph has none of it.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+from typing_extensions import override
+
+from trainer.launch.devices import accumulation_dtype
+from trainer.learning.optimizer import Groups, Make
+from trainer.messages import Refusal, format_names
+from trainer.parallel.compile import Compiler
+from trainer.parallel.gradient_clipping import global_norm
+from trainer.parallel.unused_parameters import find_always_used
+from trainer.strategies.loss import TaskNetwork, loss_shares, name_losses
+from trainer.strategies.parallel_model import ParallelModel
+from trainer.strategies.recurrent_state import NoRecurrentState
+
+
+class CompiledStepModel(ParallelModel):
+    """One network on one device, whose step is one compiled function of one micro-batch.
+
+    `forward_backward` only begins it: the function runs in `optimizer_step`, and then the losses are there.
+    """
+
+    step_draws = True  # the loss is in the graph, and may draw
+
+    @override
+    def optimizer(self, make: Make, groups: Groups) -> Optimizer:
+        """Build the optimizer; Refusal where its update, or the network, cannot be part of the graph."""
+        optimizer = make(groups)
+        if type(optimizer) not in _UPDATES or any(group.get("dampening") for group in groups):
+            raise Refusal(
+                "compile.mode=step: SGD without dampening, Adam and AdamW can be part of the graph, not"
+                f" {type(optimizer).__name__}; use compile.mode=default"
+            )
+        if not isinstance(self.carried, NoRecurrentState):
+            raise Refusal(
+                "compile.mode=step: a state that passes from batch to batch is no part of the graph; use"
+                " compile.mode=default"
+            )
+        trained = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
+        used = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world).parameters
+        if unsure := sorted(trained - used):
+            raise Refusal(
+                f"compile.mode=step: it is not sure that these parameters get a gradient in each step:"
+                f" {format_names(unsure, 5)}; leave them out (model.freeze), or use compile.mode=default"
+            )
+        assert isinstance(self.compiler, Compiler)
+        self._compiled = torch.compile(self._step, backend=self.compiler.backend, fullgraph=True, dynamic=False)
+        # numbers that change between steps are tensors: a number would be part of the graph
+        device = self.strategy.device
+        wide = accumulation_dtype(device)
+        self._rates = [torch.zeros((), dtype=wide, device=device) for _ in optimizer.param_groups]
+        self._limit = torch.zeros((), dtype=wide, device=device)
+        self._updates = [_UPDATES[type(optimizer)](group) for group in optimizer.param_groups]
+        return optimizer
+
+    @override
+    def skip_broken_steps(self) -> None:
+        raise Refusal(
+            "loop.on_nonfinite=skip: with compile.mode=step a step is one graph, and none is left out; use stop or"
+            " rollback"
+        )
+
+    @override
+    def forward_backward(self, batches: list[Any], step: int) -> dict[str, Tensor]:
+        """Take the batch. The losses that this returns get their values in `optimizer_step`."""
+        self.set_mode(training=True)
+        (self._batch,), self._number = batches, step
+        self._losses: dict[str, Tensor] = {}
+        self._share = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
+        self.watch.end_forward_backward()
+        return self._losses
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            rate.fill_(group["lr"])
+        self._limit.fill_(inf if max_norm is None else max_norm)
+        groups = [group["params"] for group in optimizer.param_groups]
+        states = [update.state(optimizer, group) for update, group in zip(self._updates, groups, strict=True)]
+        self.rng.begin_forward(self._batch.indices, self._number, 0, 0)
+        batch = self._batch.inputs, self._batch.targets, self._share(0)
+        with self.rng, self.compute_context():
+            norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
+        self._losses.update(losses)
+        self.before_first_step = False
+        self.strategy.use_step_timeout()
+        return None if max_norm is None else norm
+
+    def _step(
+        self,
+        groups: list[list[Tensor]],
+        states: list[Moments],
+        rates: list[Tensor],
+        limit: Tensor,
+        inputs: Any,
+        targets: Any,
+        share: Tensor | float,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is compiled: returns the norm of the gradient, and the losses."""
+
+        def loss_of(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            with self.machine.autocast(self.strategy.device):
+                x, y = self.memory_format.cast((inputs, targets))
+                losses = name_losses(self.task.loss(functional_call(self.step_module, weights, (x, y)), y))
+            return losses["loss"] * share, {name: loss.detach() * share for name, loss in losses.items()}
+
+        trained = {name: weight for name, weight in self.step_module.named_parameters() if weight.requires_grad}
+        gradients, losses = self.rng.call_in_graph(grad(loss_of, has_aux=True), trained)
+        with torch.no_grad():
+            norm = global_norm(list(gradients.values()))
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            clipped: dict[Tensor, Tensor] = {weight: gradients[name] * factor for name, weight in trained.items()}
+            for update, group, state, rate in zip(self._updates, groups, states, rates, strict=True):
+                update(group, [clipped[weight] for weight in group], state, rate)
+        return norm, losses
+
+
+Moments = dict[str, list[Tensor]]  # of an optimizer, for the parameters of a group in their order
+
+
+class _SGDUpdate:
+    """`torch.optim.SGD` as a function of tensors."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._momentum = group["momentum"]
+        self._fixed = {key: group[key] for key in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")}
+
+    def state(self, optimizer: Optimizer, group: list[Any]) -> Moments:
+        """The momentum, which the loop has made."""
+        return (
+            {"momentum_buffer": [optimizer.state[each]["momentum_buffer"] for each in group]} if self._momentum else {}
+        )
+
+    def __call__(self, group: list[Tensor], gradients: list[Tensor], state: Moments, rate: Tensor) -> None:
+        buffers: Any = state.get("momentum_buffer") or [None] * len(group)
+        sgd(group, gradients, buffers, foreach=False, fused=False, lr=rate, **self._fixed)
+
+
+class _AdamUpdate:
+    """`torch.optim.Adam` and `AdamW` as a function of tensors."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        self._fixed: dict[str, Any] = {key: group[key] for key in ("amsgrad", "weight_decay", "eps", "maximize")}
+        self._fixed |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        self._fixed |= {"foreach": False, "decoupled_weight_decay": group["decoupled_weight_decay"]}
+
+    def state(self, optimizer: Optimizer, group: list[Any]) -> Moments:
+        """The moments and the number of steps; made here before a first step."""
+        for each in group:
+            state = optimizer.state[each]
+            if not state:
+                state["step"] = torch.zeros((), device=each.device)
+                state |= {name: torch.zeros_like(each) for name in self._moments}
+            elif state["step"].device != each.device:  # of a checkpoint
+                state["step"] = state["step"].to(each.device)
+        return {name: [optimizer.state[each][name] for each in group] for name in ("step", *self._moments)}
+
+    def __call__(self, group: list[Tensor], gradients: list[Tensor], state: Moments, rate: Tensor) -> None:
+        state = {"max_exp_avg_sq": [], **state}
+        moments: Any = [state[name] for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")]
+        how = {**self._fixed, "capturable": group[0].device.type != "cpu"}  # the step's number lies on the device
+        adam(group, gradients, *moments, lr=rate, **how)
+
+
+_UPDATES: dict[type[Optimizer], Any] = {SGD: _SGDUpdate, Adam: _AdamUpdate, AdamW: _AdamUpdate}
