@@ -6,6 +6,7 @@
     python scripts/memory.py --sequences          a decoder of 7 million parameters, one sequence of 2,048 tokens
     python scripts/memory.py --planned            what job=plan says beside what was measured: the table in docs/plan.md
     python scripts/memory.py --planned --networks vit,gpt --processes 2 -- ddp fsdp       some rows of it
+    python scripts/memory.py --planned --networks scores,chunks --processes 1 2 -- single ddp fsdp tp   task.loss_chunk
 
 Every row is two runs of `python -m trainer` on CPUs: with this network, and with a tiny one. What stands in the table
 is by how much more a process grew (VmHWM in /proc/self/status) in the first of them: *built* until its first step

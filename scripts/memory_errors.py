@@ -45,6 +45,12 @@ NETWORKS = {
         "transformers.models.bert.modeling_bert",
     ),
 }
+WORDS = (
+    "model=gpt2 model.width=256 model.depth=4 model.heads=4 model.context=512 data.length=512 data.vocab_size=50257"
+    f" {SENTENCES}"
+)
+# the scores of a large vocabulary, as a whole and in chunks
+VOCABULARY = {"scores": Network(WORDS), "chunks": Network(f"{WORDS} task.loss_chunk=512")}
 
 
 class Error(NamedTuple):
@@ -94,7 +100,7 @@ def measured_errors(
     own: dict[tuple[str, int], int] = {}  # bytes, by the arguments and the number of processes
     tiny = {key(row): row["peak"] for row in plan(f"{TINY.arguments} {COMMON}", processes, strategies)}
     for name in networks:
-        network = NETWORKS[name]
+        network = (NETWORKS | VOCABULARY)[name]
         arguments = f"{network.arguments.format(folder=folder)} {COMMON}"
         for row in plan(arguments, processes, strategies):
             if key(row) not in own:

@@ -14,6 +14,7 @@ from recipes.language.causal import Causal
 from recipes.language.generation import continued
 from recipes.language.past import NoPast
 from recipes.language.rotary import NoRotary, Rotary
+from recipes.language.token_losses import Head
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, did_you_mean
 
@@ -148,17 +149,18 @@ class Decoder(nn.Module):
             for _ in range(depth)
         )
         self.norm: nn.LayerNorm | nn.RMSNorm = NORMS[norm](width, eps=eps)
-        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head = Head(width, vocab_size, bias=False)
         self._initialise()
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers (B, T) to scores (B, T, vocab_size)."""
-        x = self._embedded(tokens, 0)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self._hidden(tokens))
+
+    def losses(self, tokens: Tensor, targets: Tensor, ignored: int, chunk: int) -> Tensor:
+        """The loss of each token (B, T), with scores of `chunk` tokens at once; 0 where the target is `ignored`."""
+        return self.head(self._hidden(tokens), targets=targets, ignored=ignored, chunk=chunk)
 
     def scores(self, tokens: Tensor, pasts: Sequence[NoPast]) -> Tensor:
         """The same for tokens (B, T) behind others: of those each block has its own past."""
@@ -174,6 +176,13 @@ class Decoder(nn.Module):
         self.eval()
         bold = temperature if do_sample else 0.0
         return continued(self.scores, len(self.blocks), self.context, tokens, max_new_tokens, bold, top_k or None)
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """(B, T) to what the head is given (B, T, width)."""
+        x = self._embedded(tokens, 0)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
 
     def _embedded(self, tokens: Tensor, start: int) -> Tensor:
         """(B, T) to the stream (B, T, width); start: the place of the first token."""

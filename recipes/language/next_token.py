@@ -3,39 +3,73 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.learning.task import Task
-from trainer.messages import BadData
+from trainer.messages import BadData, Refusal
 
 
 class NextToken(Task):
     """Cross entropy over tokens; perplexity, and bits for each byte of the text. Targets: token numbers (B, T).
 
     bytes_per_token: of the evaluation's text, on average; None: not known, and no bits are told. ignored: the target
-    that does not count; None: all count, which every rank then knows without a word.
+    that does not count; None: all count, which every rank then knows without a word. loss_chunk: the network gives the
+    loss of each token (B, T), and has the scores of so many tokens at once; None: it gives the scores of all. A
+    subclass whose metrics want scores gets them in an evaluation.
     """
 
-    def __init__(self, bytes_per_token: float | None = None, ignored: int | None = None) -> None:
-        self._bytes, self._ignored = bytes_per_token, ignored
+    def __init__(
+        self, bytes_per_token: float | None = None, ignored: int | None = None, loss_chunk: int | None = None
+    ) -> None:
+        self._bytes, self._ignored, self.loss_chunk = bytes_per_token, ignored, loss_chunk
+        self._skipped = -100 if ignored is None else ignored  # torch's own
+        if loss_chunk is not None and loss_chunk < 1:
+            raise Refusal(f"task.loss_chunk={loss_chunk}: it is a number of tokens, at least 1; null: all at once")
+
+    def check(self, network: nn.Module) -> None:
+        """Refuse chunks where the network cannot compute its loss by itself."""
+        if self.loss_chunk is not None and not callable(getattr(network, "losses", None)):
+            raise Refusal(
+                f"task.loss_chunk={self.loss_chunk}: {type(network).__name__} has no method losses(tokens, targets,"
+                " ignored, chunk), the loss of each token, as the decoders of recipes.language have one;"
+                " task.loss_chunk=null works with every network"
+            )
+
+    def forward(self, network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Scores (B, T, vocabulary); in chunks the loss of each token (B, T)."""
+        if self.loss_chunk is None or not (network.training or type(self).metrics is Task.metrics):
+            return network(inputs)
+        return network.losses(inputs, targets, self._skipped, self.loss_chunk)  # type: ignore[operator]  # `check` has looked
+
+    def with_whole_outputs(self) -> NextToken:
+        """The same without chunks."""
+        whole = copy(self)
+        whole.loss_chunk = None
+        return whole
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over the tokens that count of (B, T, vocabulary); 0 where there are none.
+        """The mean over the tokens that count of (B, T, vocabulary), or of their losses (B, T); 0 where there are none.
 
         BadData where the network or the data is of another kind.
         """
+        weight = self.weight(target)
+        return self._total(output, target) / (max(weight, 1) if isinstance(weight, int) else weight.clamp_min(1))
+
+    def _total(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.loss_chunk is not None and output.shape == target.shape:
+            return output.sum()
         if output.dim() != 3 or output.shape[:-1] != target.shape:
             raise BadData(
                 f"the network gives {tuple(output.shape)} for targets {tuple(target.shape)}; task=language takes scores"
                 " (samples, tokens, vocabulary) and targets (samples, tokens), as of model=gpt_nano data=text;"
                 " task=classification takes (samples, classes)"
             )
-        skipped = -100 if self._ignored is None else self._ignored  # torch's own
-        total = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=skipped)
-        weight = self.weight(target)
-        return total / (max(weight, 1) if isinstance(weight, int) else weight.clamp_min(1))
+        return functional.cross_entropy(
+            output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=self._skipped
+        )
 
     def weight(self, target: Tensor) -> Tensor | int:
         """How many tokens count."""

@@ -201,6 +201,7 @@ class Export(Job):
         """Export; the exit code."""
         if not run.machine.launch.is_main:
             return 0
+        run.task = run.task.with_whole_outputs()
         # what was asked for is looked at first: building a network and tracing it takes a while
         average = wants_average(run, self.weights)
         ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name

@@ -91,6 +91,7 @@ def count_step_flops(task: Task, network: nn.Module, example: tuple[Any, Any], s
     Only products count (linear layers, convolutions, attention), as usual. Attention counts all pairs of tokens, also
     those that a causal mask leaves out. Whatever the forward raises where it cannot do without the values of weights.
     """
+    task = task.with_whole_outputs()  # in chunks scores are computed again, which does not count
     size = first_tensor(example[1]).shape[0]
     if any(x.shape[:1] != (size,) for x in tensors(example)):
         raise ValueError("samples are no rows of its tensors, and may differ in size")

@@ -143,6 +143,7 @@ class Predict(Job):
     def __call__(self, run: RunParts) -> int:
         """Predict; the exit code."""
         average, launch = wants_average(run, self.weights), run.machine.launch
+        run.task = run.task.with_whole_outputs()
         ending = ".safetensors" if self.inputs is None else ".csv"
         path = expand_home(self.out).resolve() if self.out else run_folder(run) / "predict" / f"{_NAME}{ending}"
         if path.suffix != ending:

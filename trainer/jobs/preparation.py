@@ -116,6 +116,7 @@ def prepare_network(run: RunParts, example: Callable[[], tuple[Any, Any]]) -> Pr
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
     refuse_frozen(network, run.settings.model.freeze)
     rules = resolve_rules(network, run.settings.optimizer.groups)
+    run.task.check(network)
     run.strategy.check(run.task, network, size)
     refuse_metric_objects(run.task)
     if gathers_samples(run.task):

@@ -26,6 +26,16 @@ class Task:
         """Compute the network's output for one micro-batch."""
         return network(inputs)
 
+    def check(self, network: nn.Module) -> None:
+        """Refuse a network that this task cannot train, before there is a group: raise Refusal. Default: none."""
+
+    def with_whole_outputs(self) -> Task:
+        """The same task where outputs are kept (job=predict, job=export), and the loss is not all that counts.
+
+        Default: itself. A task whose forward gives less than the network's output says another one.
+        """
+        return self
+
     def carry(self, output: Any) -> dict[str, Tensor]:
         """The state that passes to the next batch: named tensors (B, …), one row for each sample. Default: none.
 
