@@ -17,11 +17,11 @@ from scripts.first_hour.sections import SECTIONS, Hour, strategies
 from tests.warm import ROOT
 
 
-def start(place: Path, *words: str) -> tuple[int, str, str]:
+def start(place: Path, *words: str, **variables: str) -> tuple[int, str, str]:
     """Exit code and screen of the script, which has nothing but torch's Python and this checkout."""
     command = [str(ROOT / "scripts/gpu_first_hour"), *words]
-    surroundings = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, env=surroundings, capture_output=True, text=True, timeout=900)
+    surroundings = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, cwd=place, env=surroundings, capture_output=True, text=True, timeout=1800)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -33,11 +33,19 @@ def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_without_a_package_that_every_run_needs_it_says_so_at_once(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['safetensors'] = None\n")
+    code, screen, errors = start(tmp_path, "--device", "cpu", PYTHONPATH=str(tmp_path))
+    assert (code, screen) == (2, "")
+    assert errors.endswith("not installed, and every run needs it: safetensors\n")
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_every_line_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     code, screen, errors = start(tmp_path, "--quick", "--device", "cpu")
     assert code == 0, screen + errors
+    assert not (tmp_path / "runs/gpu_first_hour.md.log").read_text()
     assert (tmp_path / "runs/gpu_first_hour.md").read_text() == screen
     assert [line[3:] for line in screen.splitlines() if line.startswith("## ")] == [*SECTIONS, "all"]
     assert "| ddp on 2, gloo | fp32 | 6 |" in screen
