@@ -94,7 +94,7 @@ class DecodedPictures(Pictures):
 
     def inputs(self, where: str) -> Unlabelled:
         """New pictures, in the windows and the size of an evaluation."""
-        return self._unlabelled(where, self._windows.evaluation, self._eval_size, self._channels)
+        return self._unlabelled(where, self._windows.evaluation, self._eval_size, self._channels, self._windows.draft)
 
     def _read(self, training: bool) -> Decoded:
         return self._decoded(self._sources(training), training)
@@ -103,7 +103,7 @@ class DecodedPictures(Pictures):
         damaged = Lenient(sources, self._budget) if self._on_bad == "skip" else Strict()
         window = self._windows.training if training else self._windows.evaluation
         size = self.image_size if training else self._eval_size
-        self._parts.append(Decoded(sources, window, size, self._channels, damaged))
+        self._parts.append(Decoded(sources, window, size, self._channels, damaged, self._windows.draft))
         return self._parts[-1]
 
     def _sources(self, training: bool) -> Sources:
@@ -114,10 +114,17 @@ class Decoded(Dataset):
     """Compressed pictures as tensors of one size, and their labels."""
 
     def __init__(
-        self, sources: Sources, window: Window, size: int, channels: Literal[1, 3], damaged: Strict | Lenient
+        self,
+        sources: Sources,
+        window: Window,
+        size: int,
+        channels: Literal[1, 3],
+        damaged: Strict | Lenient,
+        draft: bool = True,
     ) -> None:
         self.sources, self.labels = sources, sources.labels
         self._window, self._size, self._channels, self._damaged = window, size, channels, damaged
+        self._draft = draft
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -136,7 +143,7 @@ class Decoded(Dataset):
             if (attempts := attempts + 1) > _MOST:
                 break
             try:
-                picture = decode(self.sources.source(at), self._size, self._channels, self._window)
+                picture = decode(self.sources.source(at), self._size, self._channels, self._window, self._draft)
             except BadData:  # a server that does not answer: no picture is damaged
                 raise
             except LostPictures as error:

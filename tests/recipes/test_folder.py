@@ -280,15 +280,21 @@ def test_the_folder_must_be_named_and_have_no_more_classes_than_the_network(plac
 
 @pytest.mark.parametrize("ending", ["jpg", "png"])
 def test_a_decoded_window_is_that_of_the_whole_picture(tmp_path: Path, ending: str) -> None:
-    """Also where a JPEG is decoded at a part of its size."""
+    """Also where a JPEG is decoded at a part of its size: to the bit where it is not."""
     path = tmp_path / f"picture.{ending}"
     picture(1, width=640, height=480).save(path)
     box = (100.0, 60.0, 500.0, 360.0)
     with Image.open(path) as whole:
         expected = whole.resize((32, 32), Image.Resampling.BILINEAR, box=box)
     small = decode(path, 32, 3, lambda width, height: box)
-    difference = small.float() - torch.tensor(list(expected.tobytes())).view(32, 32, 3).permute(2, 0, 1)
-    assert difference.abs().max() < 6
+    pixels = torch.tensor(list(expected.tobytes())).view(32, 32, 3).permute(2, 0, 1)
+    assert (small.float() - pixels).abs().max() < 6
+    assert torch.equal(small, pixels.byte()) is (ending == "png")
+    assert torch.equal(decode(path, 32, 3, lambda width, height: box, draft=False), pixels.byte())
+    # 300 rows make 150 without a loss, not 151
+    for size, halved in ((150, ending == "jpg"), (151, False)):
+        drafted, whole = (decode(path, size, 3, lambda width, height: box, draft) for draft in (True, False))
+        assert torch.equal(drafted, whole) is not halved
     grey = decode(path, 32, 1, lambda width, height: box)
     assert grey.shape == (1, 32, 32)
     assert (grey[0].float() - (small * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)).abs().max() < 6
