@@ -14,6 +14,7 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
+from torch import nn
 
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows, decode
@@ -85,6 +86,35 @@ def test_an_evaluation_may_have_a_size_of_its_own(place: Path) -> None:
     assert (larger.train()[0][0].shape, larger.evaluation()[0][0].shape) == ((3, 16, 16), (3, 24, 24))
     with pytest.raises(Refusal, match=r"data\.eval_image_size is 0"):
         data(place / "whole", eval_image_size=0)
+
+
+def any_size(num_classes: int, channels: int, image_size: int, width: int) -> nn.Module:
+    convolution, pool = nn.Conv2d(channels, width, 3), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(convolution, nn.GELU(), pool, nn.Flatten(), nn.Linear(width, num_classes))
+
+
+def test_sizes_that_grow_belong_to_the_epoch(place: Path, processes: Processes) -> None:
+    """One curve on one rank and on two, and resumed in the middle of a later epoch; plans take the largest size."""
+    grown = data(place / "whole", image_sizes=[[0, 8], [1, 12], [2, 16]], repeat=2)
+    assert [grown.train().item(50, epoch)[0].shape[-1] for epoch in range(4)] == [8, 12, 16, 16]
+    assert (grown.evaluation()[0][0].shape[-1], grown.largest_epoch) == (16, 2)
+    words = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.image_sizes=[[0,8],[1,16]]"]
+    words += [f"model._target_={__name__}.any_size", "~model.depth", "trust=[tests]"]
+    alone = [*words, "run.dir=grown", "loader.workers=1", "loop.save_every=6", "checkpoint.keep=9"]
+    assert product(Launch(), place, alone) == 0
+    resumed = [*words, "run.dir=grown-resumed", "run.resume=grown/checkpoints/step-00000006", "loader.workers=0"]
+    assert product(Launch(), place, resumed) == 0
+    losses = [line["loss"] for line in lines(place / "grown-resumed", "train")]
+    assert losses == curve(place / "grown")[6:]
+    assert len(losses) == 2
+    two = [*words, "run.dir=grown-two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
+    assert processes.run(2, product, place, two) == [0, 0]
+    assert far(curve(place / "grown-two"), curve(place / "grown")) < 1e-6
+    for wrong in ([[1, 16]], [[0, 16, 3]], [[0, 0], [1, 16]], [[0, 16], [0, 8]]):
+        with pytest.raises(Refusal, match=r"it is a list of \[first epoch, pixels\]"):
+            data(place / "whole", image_sizes=wrong)
+    with pytest.raises(Refusal, match=r"the largest must be data\.image_size"):
+        data(place / "whole", image_sizes=[[0, 8], [1, 12]])
 
 
 def test_a_job_looks_at_each_training_picture_once_and_plainly(place: Path) -> None:
