@@ -18,6 +18,8 @@ from tests.recipes.test_cifar import write_ten
 from tests.recipes.test_folder import picture
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
+from trainer.parallel.pipeline.cut import cut_stages
+from trainer.strategies.loss import TaskNetwork
 
 
 def test_the_first_layer_gives_independent_numbers_of_variance_one() -> None:
@@ -69,6 +71,13 @@ def test_an_evaluation_averages_views_and_training_does_not() -> None:
     seen = (images + (larger[..., :4, :4] + larger[..., 2:, 2:]) / 2) / 2
     for views, image in (("flip", images), ("flip_shift", seen)):
         assert torch.allclose(scores[views], network((image + image.flip(-1)) / 2), atol=1e-6)
+
+
+def test_a_pipeline_refuses_an_evaluation_of_several_views() -> None:
+    """Its stages run once: the second view would have had the first one's scores."""
+    network, example = resnet18(3, 3, 32), (torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))
+    with pytest.raises(Refusal, match=r"is called 2 times in an evaluation, and a stage runs once"):
+        cut_stages(TaskNetwork(ViewedClassification(), network), (), 2, example)
 
 
 def test_a_blurred_resnet_blurs_before_each_stride_but_the_first() -> None:
