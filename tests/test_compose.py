@@ -375,7 +375,7 @@ class TestProcess:
                     "--config-dir DIR",
                 ],
             ),
-            (["-h", "model=resnet18"], ["model: cnn"]),
+            (["-h", "model=resnet18"], ["model: airbench"]),
             (["--cfg", "job"], ["global_batch: 128", "_target_"]),
             pytest.param(["--cfg", "job", "--package", "loop", "loop.epochs=7"], ["epochs: 7"], marks=pytest.mark.long),
             pytest.param(["--cfg", "job", "--resolve"], ["num_classes: 10"], marks=pytest.mark.long),

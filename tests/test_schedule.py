@@ -58,6 +58,7 @@ def test_linear_is_straight():
     rates = curve(Linear(final=0.5, warmup=20))
     assert rates[60] == pytest.approx(0.75)
     assert Linear(final=0.5)(100, 0, 100) == pytest.approx(0.5)
+    assert Linear(warmup=4, start=0.2)(1, 0, 100) == pytest.approx(0.6)
     assert Linear(final=0.5, warmup=20)(20, 0, 20) == pytest.approx(0.5)
 
 

@@ -31,6 +31,7 @@ class Windows:
     area: tuple[float, float] = (0.08, 1.0)  # least and most, as a part of the picture's
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width by height
     centre: float = 0.875  # side of the square, as a part of the picture's shorter side
+    draft: bool = True  # a JPEG may be decoded at a half, a quarter or an eighth, where the window keeps its pixels
 
     def __post_init__(self) -> None:
         (small, large), (high, wide) = self.area, self.aspect
@@ -68,8 +69,10 @@ def _middle(width: float, height: float, wide: float, high: float) -> Box:
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM", "BMP", "TIFF", "GIF")
 
 
-def decode(source: Any, size: int, channels: int, window: Window) -> Tensor:
+def decode(source: Any, size: int, channels: int, window: Window, draft: bool = True) -> Tensor:
     """The window of a picture as (channels, size, size) of uint8. `source`: a path, or an open file.
+
+    draft: a JPEG may be decoded smaller than it is.
 
     Windows are cut out of the picture as it is stored, then it is turned as viewers show it (EXIF's orientation).
     Whatever is wrong with the file raises what PIL raises for it.
@@ -85,9 +88,9 @@ def decode(source: Any, size: int, channels: int, window: Window) -> Tensor:
         width, height = picture.size
         left, top, right, bottom = window(width, height)
         # A JPEG can be decoded at an eighth, a quarter or half of its size, in a fraction of the time: as small as
-        # leaves the window its pixels.
+        # leaves the window at least `size` pixels in both directions.
         wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
-        drafted = picture.draft(_MODES[channels], wanted)
+        drafted = picture.draft(_MODES[channels], wanted) if draft else None
         shrunk = drafted[1][2] / width if drafted else 1.0
         # of 16 bits PIL would keep what is below 256, and make white of all else
         deep = picture.mode.startswith("I")

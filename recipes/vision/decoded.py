@@ -63,7 +63,9 @@ class DecodedPictures(Pictures):
         bad_budget: float,
         repeat: int,
         balance: float,
+        image_sizes: list[list[int]] | None = None,
     ) -> None:
+        """image_sizes: [first epoch, size] of each part of the training; None: always image_size."""
         super().__init__(augment, repeat, balance)
         if not 0 <= bad_budget <= 1:
             raise Refusal(f"data.bad_budget is {bad_budget:g}; it is a fraction of the images, 0 to 1")
@@ -72,6 +74,9 @@ class DecodedPictures(Pictures):
                 raise Refusal(f"data.{name} is {size}; it is a number of pixels, 1 or more")
         self._windows, self.image_size, self._channels, self._on_bad = window, image_size, channels, on_bad
         self._budget = bad_budget
+        self._sizes = image_sizes or [[0, image_size]]
+        _refuse_sizes(self._sizes, image_size)
+        self.largest_epoch = next(epoch for epoch, size in self._sizes if size == image_size)
         self._eval_size = image_size if eval_image_size is None else eval_image_size
         self._parts: list[Decoded] = []  # that have been made
 
@@ -94,7 +99,7 @@ class DecodedPictures(Pictures):
 
     def inputs(self, where: str) -> Unlabelled:
         """New pictures, in the windows and the size of an evaluation."""
-        return self._unlabelled(where, self._windows.evaluation, self._eval_size, self._channels)
+        return self._unlabelled(where, self._windows.evaluation, self._eval_size, self._channels, self._windows.draft)
 
     def _read(self, training: bool) -> Decoded:
         return self._decoded(self._sources(training), training)
@@ -102,33 +107,60 @@ class DecodedPictures(Pictures):
     def _decoded(self, sources: Sources, training: bool) -> Decoded:
         damaged = Lenient(sources, self._budget) if self._on_bad == "skip" else Strict()
         window = self._windows.training if training else self._windows.evaluation
-        size = self.image_size if training else self._eval_size
-        self._parts.append(Decoded(sources, window, size, self._channels, damaged))
+        sizes = self._sizes if training else [[0, self._eval_size]]
+        self._parts.append(Decoded(sources, window, sizes, self._channels, damaged, self._windows.draft))
         return self._parts[-1]
 
     def _sources(self, training: bool) -> Sources:
         raise NotImplementedError
 
 
+def _refuse_sizes(sizes: list[list[int]], largest: int) -> None:
+    """Refuse what is no list of epochs with sizes, or whose largest size is not the one that networks are told."""
+    pairs = all(len(pair) == 2 and min(pair[0], pair[1] - 1) >= 0 for pair in sizes)
+    epochs = [pair[0] for pair in sizes] if pairs else []
+    if not pairs or epochs[0] != 0 or epochs != sorted({*epochs}):
+        raise Refusal(
+            f"data.image_sizes={sizes}: it is a list of [first epoch, pixels], the epochs growing from 0:"
+            " [[0,160],[12,192]]"
+        )
+    if max(size for _, size in sizes) != largest:
+        raise Refusal(
+            f"data.image_sizes={sizes}, data.image_size={largest}: the largest must be data.image_size, which the"
+            " network and plans are told"
+        )
+
+
 class Decoded(Dataset):
-    """Compressed pictures as tensors of one size, and their labels."""
+    """Compressed pictures as square tensors, all of an epoch of one size, and their labels."""
 
     def __init__(
-        self, sources: Sources, window: Window, size: int, channels: Literal[1, 3], damaged: Strict | Lenient
+        self,
+        sources: Sources,
+        window: Window,
+        sizes: list[list[int]],
+        channels: Literal[1, 3],
+        damaged: Strict | Lenient,
+        draft: bool = True,
     ) -> None:
+        """sizes: [first epoch, size], the epochs growing from 0."""
         self.sources, self.labels = sources, sources.labels
-        self._window, self._size, self._channels, self._damaged = window, size, channels, damaged
+        self._window, self._sizes, self._channels, self._damaged = window, sizes, channels, damaged
+        self._draft = draft
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.item(index, 0)
+
+    def item(self, index: int, epoch: int) -> tuple[Tensor, int]:
         """(C, size, size) of uint8, and the label. Instead of a damaged one the next that can be read.
 
         So what stands for it follows from the files alone, and is the same on every rank. BadData where it is to end
         the run, or where there is none.
         """
-        attempts = 0
+        attempts, size = 0, [size for first, size in self._sizes if first <= epoch][-1]
         for at in range(index, index + len(self.labels)):
             at %= len(self.labels)
             if self._damaged.is_known(at):
@@ -136,7 +168,7 @@ class Decoded(Dataset):
             if (attempts := attempts + 1) > _MOST:
                 break
             try:
-                picture = decode(self.sources.source(at), self._size, self._channels, self._window)
+                picture = decode(self.sources.source(at), size, self._channels, self._window, self._draft)
             except BadData:  # a server that does not answer: no picture is damaged
                 raise
             except LostPictures as error:

@@ -45,8 +45,11 @@ class ImageFolder(DecodedPictures):
         repeat: int = 1,
         balance: float = 0.0,
         eval_image_size: int | None = None,
+        image_sizes: list[list[int]] | None = None,
     ) -> None:
-        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, repeat, balance)
+        super().__init__(
+            augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, repeat, balance, image_sizes
+        )
         if not 0 <= held_out < 1:
             raise Refusal(f"data.held_out is {held_out}; it is a fraction of the images, 0 or more and below 1")
         self._held_out = held_out

@@ -40,8 +40,11 @@ class HuggingFaceImages(DecodedPictures):
         repeat: int = 1,
         balance: float = 0.0,
         eval_image_size: int | None = None,
+        image_sizes: list[list[int]] | None = None,
     ) -> None:
-        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, repeat, balance)
+        super().__init__(
+            augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, repeat, balance, image_sizes
+        )
         found = splits(path, subset, train, evaluation, {"data.image": image, "data.label": label})
         for split in found.values():
             _refuse_other_columns(split, image, path)

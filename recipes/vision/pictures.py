@@ -53,9 +53,11 @@ class Pictures(Data):
         channels, side = self.stored
         return self._unlabelled(where, Windows(centre=1.0).evaluation, side, channels)
 
-    def _unlabelled(self, where: str, window: Window, size: int, channels: Literal[1, 3]) -> Unlabelled:
+    def _unlabelled(
+        self, where: str, window: Window, size: int, channels: Literal[1, 3], draft: bool = True
+    ) -> Unlabelled:
         files = Listed(listed(where, ENDINGS, listing=True))
-        return Unlabelled(files, window, size, channels, self._augment.full_scale)
+        return Unlabelled(files, window, size, channels, self._augment.full_scale, draft)
 
     def augment(self, inputs: Tensor, targets: Tensor, random: Random, training: bool) -> tuple[Any, Any]:
         """Small changes of the pictures while training; normalisation always."""

@@ -32,6 +32,11 @@ class Appearances(Dataset):
     def __getitem__(self, number: int) -> Any:
         return self._dataset[number % len(self._dataset)]
 
+    def item(self, number: int, epoch: int) -> Any:
+        """The same in an epoch, on which samples may depend."""
+        at, item = number % len(self._dataset), getattr(self._dataset, "item", None)
+        return item(at, epoch) if callable(item) else self._dataset[at]
+
 
 class AppearancesInMemory(Appearances):
     """The same of a set that is read in whole batches."""

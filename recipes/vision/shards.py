@@ -48,8 +48,11 @@ class Shards(DecodedPictures):
         on_bad: Literal["raise", "skip"] = "raise",
         bad_budget: float = 0.05,
         eval_image_size: int | None = None,
+        image_sizes: list[list[int]] | None = None,
     ) -> None:
-        super().__init__(augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, 1, 0.0)
+        super().__init__(
+            augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, 1, 0.0, image_sizes
+        )
         for name, value, least in (("lanes", lanes, 1), ("attempts", attempts, 1)):
             if value is not None and value < least:
                 raise Refusal(f"data.{name} is {value}; it is {least} or more")

@@ -18,8 +18,17 @@ class Unlabelled(Dataset):
     white: the value of white in the pictures that the network has learned from.
     """
 
-    def __init__(self, paths: Listed, window: Window, size: int, channels: Literal[1, 3], white: float = 255.0) -> None:
+    def __init__(
+        self,
+        paths: Listed,
+        window: Window,
+        size: int,
+        channels: Literal[1, 3],
+        white: float = 255.0,
+        draft: bool = True,
+    ) -> None:
         self._paths, self._window, self._size, self._channels, self._white = paths, window, size, channels, white
+        self._draft = draft
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -32,7 +41,7 @@ class Unlabelled(Dataset):
             return torch.zeros(self._channels, self._size, self._size, dtype=form), 1
 
     def _read(self, index: int) -> Tensor:
-        pixels = decode(self._paths[index], self._size, self._channels, self._window)
+        pixels = decode(self._paths[index], self._size, self._channels, self._window, self._draft)
         return pixels if self._white == 255 else pixels * (self._white / 255)
 
     def name(self, index: int) -> str:

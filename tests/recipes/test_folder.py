@@ -14,6 +14,7 @@ import torch
 import yaml
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
+from torch import nn
 
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows, decode
@@ -85,6 +86,35 @@ def test_an_evaluation_may_have_a_size_of_its_own(place: Path) -> None:
     assert (larger.train()[0][0].shape, larger.evaluation()[0][0].shape) == ((3, 16, 16), (3, 24, 24))
     with pytest.raises(Refusal, match=r"data\.eval_image_size is 0"):
         data(place / "whole", eval_image_size=0)
+
+
+def any_size(num_classes: int, channels: int, image_size: int, width: int) -> nn.Module:
+    convolution, pool = nn.Conv2d(channels, width, 3), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(convolution, nn.GELU(), pool, nn.Flatten(), nn.Linear(width, num_classes))
+
+
+def test_sizes_that_grow_belong_to_the_epoch(place: Path, processes: Processes) -> None:
+    """One curve on one rank and on two, and resumed in the middle of a later epoch; plans take the largest size."""
+    grown = data(place / "whole", image_sizes=[[0, 8], [1, 12], [2, 16]], repeat=2)
+    assert [grown.train().item(50, epoch)[0].shape[-1] for epoch in range(4)] == [8, 12, 16, 16]
+    assert (grown.evaluation()[0][0].shape[-1], grown.largest_epoch) == (16, 2)
+    words = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.image_sizes=[[0,8],[1,16]]"]
+    words += [f"model._target_={__name__}.any_size", "~model.depth", "trust=[tests]"]
+    alone = [*words, "run.dir=grown", "loader.workers=1", "loop.save_every=6", "checkpoint.keep=9"]
+    assert product(Launch(), place, alone) == 0
+    resumed = [*words, "run.dir=grown-resumed", "run.resume=grown/checkpoints/step-00000006", "loader.workers=0"]
+    assert product(Launch(), place, resumed) == 0
+    losses = [line["loss"] for line in lines(place / "grown-resumed", "train")]
+    assert losses == curve(place / "grown")[6:]
+    assert len(losses) == 2
+    two = [*words, "run.dir=grown-two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
+    assert processes.run(2, product, place, two) == [0, 0]
+    assert far(curve(place / "grown-two"), curve(place / "grown")) < 1e-6
+    for wrong in ([[1, 16]], [[0, 16, 3]], [[0, 0], [1, 16]], [[0, 16], [0, 8]]):
+        with pytest.raises(Refusal, match=r"it is a list of \[first epoch, pixels\]"):
+            data(place / "whole", image_sizes=wrong)
+    with pytest.raises(Refusal, match=r"the largest must be data\.image_size"):
+        data(place / "whole", image_sizes=[[0, 8], [1, 12]])
 
 
 def test_a_job_looks_at_each_training_picture_once_and_plainly(place: Path) -> None:
@@ -280,15 +310,21 @@ def test_the_folder_must_be_named_and_have_no_more_classes_than_the_network(plac
 
 @pytest.mark.parametrize("ending", ["jpg", "png"])
 def test_a_decoded_window_is_that_of_the_whole_picture(tmp_path: Path, ending: str) -> None:
-    """Also where a JPEG is decoded at a part of its size."""
+    """Also where a JPEG is decoded at a part of its size: to the bit where it is not."""
     path = tmp_path / f"picture.{ending}"
     picture(1, width=640, height=480).save(path)
     box = (100.0, 60.0, 500.0, 360.0)
     with Image.open(path) as whole:
         expected = whole.resize((32, 32), Image.Resampling.BILINEAR, box=box)
     small = decode(path, 32, 3, lambda width, height: box)
-    difference = small.float() - torch.tensor(list(expected.tobytes())).view(32, 32, 3).permute(2, 0, 1)
-    assert difference.abs().max() < 6
+    pixels = torch.tensor(list(expected.tobytes())).view(32, 32, 3).permute(2, 0, 1)
+    assert (small.float() - pixels).abs().max() < 6
+    assert torch.equal(small, pixels.byte()) is (ending == "png")
+    assert torch.equal(decode(path, 32, 3, lambda width, height: box, draft=False), pixels.byte())
+    # 300 rows make 150 without a loss, not 151
+    for size, halved in ((150, ending == "jpg"), (151, False)):
+        drafted, whole = (decode(path, size, 3, lambda width, height: box, draft) for draft in (True, False))
+        assert torch.equal(drafted, whole) is not halved
     grey = decode(path, 32, 1, lambda width, height: box)
     assert grey.shape == (1, 32, 32)
     assert (grey[0].float() - (small * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)).abs().max() < 6

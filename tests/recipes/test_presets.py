@@ -27,6 +27,8 @@ PRESETS = {
     "cifar10_resnet50": ("data.root=.",),
     "imagenet_resnet50": SMALL,
     "imagenet_resnet50_strong": (*SMALL, "data.eval_image_size=40", "ema.every=1"),
+    "imagenet_resnet50_fast": (*SMALL, "data.image_sizes=[[0,24],[1,32]]", "data.eval_image_size=40"),
+    "cifar10_airbench": ("data.root=.", "optimizer.begin=0", "optimizer.every=2", "schedule.warmup=1"),
     "imagenet_vit_small": (*SMALL, "model.depth=2", "model.patch_size=8"),
     "fashion_mnist": ("data.root=clothes",),
     "fashion_mnist_small": ("data.root=clothes",),
@@ -78,7 +80,9 @@ def test_a_preset_trains(home: Path, processes: Processes, preset: str, strategy
     assert ("ema_accuracy" in found) is ("strong" in preset)
     said = (folder / "logs" / "rank-0.log").read_text()
     assert "Warning" not in said
-    assert ("of another shape, not loaded" in said) is ("cifar10" in preset)  # the head; of ResNet-50 the stem, too
+    assert ("of another shape, not loaded" in said) is (
+        "cifar10_resnet" in preset
+    )  # the head; of ResNet-50 the stem, too
 
 
 @pytest.mark.long

@@ -96,8 +96,8 @@ def test_losses_and_gradients_are_those_of_all_scores(chunk: int, autocast: bool
     expected = results(all_scores)
     given = results(lambda: head(x, targets=targets, ignored=-1, chunk=chunk))
     # of the weight's gradient whole scores make one sum, which is rounded to bf16 once
-    exact = {"rtol": 1e-2, "atol": 3e-2} if autocast else {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(given, expected, **exact)
+    relative, absolute = (1e-2, 3e-2) if autocast else (1e-12, 1e-12)
+    torch.testing.assert_close(given, expected, rtol=relative, atol=absolute)
     torch.testing.assert_close(given[0], expected[0], rtol=1e-6, atol=1e-6)
 
 

@@ -104,12 +104,13 @@ class Data:
 
     Data sets are map-style: `len(dataset)`, and `dataset[i]` returns (input, target). If one also has
     `batch(indices) -> (inputs, targets)`, whole batches are read at once instead of item by item; so are the rows of a
-    `TensorDataset` with the default `collate`.
+    `TensorDataset` with the default `collate`. If it has `item(index, epoch)`, that is called instead of `dataset[i]`.
     """
 
     # mix(inputs, targets, other_inputs, other_targets, random) → (inputs, targets): combines each augmented training
     # sample with its partner, the sample half a global batch later (mixup). A method, or None: no partners.
     mix: Callable[[Any, Any, Any, Any, Random], tuple[Any, Any]] | None = None
+    largest_epoch: int = 0  # the epoch whose samples are largest, for plans of memory; with `item` they may grow
     class_names: Sequence[str] = ()  # names of the classes, in the order of their numbers; empty: unknown
 
     def train(self) -> Dataset:

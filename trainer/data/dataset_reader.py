@@ -19,14 +19,14 @@ from trainer.data.rng import SeededDataset
 from trainer.launch.stop_signals import obey_parent_only
 from trainer.messages import BadData
 
-_MAX_WORKERS = 16  # of a rank, if the configuration leaves the number to us
+_MAX_WORKERS = 32  # of a rank, if the configuration leaves the number to us: machines have 24 to 28 cores for each GPU
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
     """How items are decoded. Nothing of it changes what is learned."""
 
-    workers: int | None = None  # decoding processes of a rank; None: up to 16, and one core is left for the step
+    workers: int | None = None  # decoding processes of a rank; None: up to 32, and one core is left for the step
     prefetch: int = 2  # micro-batches that each worker prepares ahead
     timeout: float = 0  # seconds to wait for a micro-batch; 0: for ever
 

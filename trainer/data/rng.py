@@ -77,6 +77,8 @@ def seed_all(seed: int) -> None:
 class SeededDataset(Dataset):
     """A data set whose item (epoch, i) is read with all generators (Python, NumPy, torch) seeded from (seed, epoch, i).
 
+    A set with a method `item(index, epoch)` is asked by it: its samples may depend on the epoch (growing images).
+
     So a random transform changes a sample in the same way on every rank, in every worker, in every order. In the main
     process the generators get their state back afterwards.
     """
@@ -92,7 +94,8 @@ class SeededDataset(Dataset):
         # in a worker nothing else uses the generators; in the main process the network may (dropout)
         with preserve_rng_state() if get_worker_info() is None else nullcontext():
             seed_all(mix_seeds(self._seed, epoch, index))
-            return self._dataset[index]
+            item = getattr(self._dataset, "item", None)
+            return item(index, epoch) if callable(item) else self._dataset[index]
 
 
 @contextmanager
@@ -120,6 +123,9 @@ class TensorPart(NamedTuple):
     size: int  # of the whole dimension
 
 
+_ALTERNATING = -1  # no epoch has this number: what is drawn with it is the same in all of them
+
+
 class Random:
     """Random numbers for a batch: each sample has its own, the same bits on every rank, on CPU and GPU.
 
@@ -138,6 +144,11 @@ class Random:
         shape: padding a sample does not change its numbers.
         """
         return DerivedRandom(self._indices, self.starts + number, part)
+
+    def alternating(self) -> Tensor:
+        """True in every other epoch, for each sample from a first value of its own: (B,). It takes no number away."""
+        first = Random(self._seed, _ALTERNATING, self._indices).integers(0, 2, len(self._indices))
+        return (first + self._epoch) % 2 == 1
 
     @cached_property
     def starts(self) -> Tensor:

@@ -64,7 +64,7 @@ class Schedule(StatelessSchedule, ABC):
     def __call__(self, step: int, epoch: int, horizon: int) -> float:
         """The factor of the learning rate for this step of this epoch."""
         if step < self.warmup:
-            return (step + 1) / self.warmup  # the first step has 1 / warmup, so that it learns, too
+            return self.warming((step + 1) / self.warmup)  # the first step has 1 / warmup, so that it learns, too
         # a run may end in its warm-up, and a longer one than planned stays at the end
         left = horizon - self.warmup
         return self.at(step, epoch, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
@@ -73,6 +73,10 @@ class Schedule(StatelessSchedule, ABC):
         """The factor for this global batch, the same at every step."""
         # the linear scaling rule (Goyal et al., 2017, arXiv:1706.02677)
         return global_batch / self.reference_batch if self.reference_batch else 1.0
+
+    def warming(self, done: float) -> float:
+        """The factor in the warm-up; done: the fraction of its steps, with this one."""
+        return done
 
     @abstractmethod
     def at(self, step: int, epoch: int, done: float) -> float:
@@ -102,9 +106,13 @@ class Cosine(Schedule):
 
 @dataclass
 class Linear(Schedule):
-    """From the full rate straight down to `final` of it."""
+    """From the full rate straight down to `final` of it; with a warm-up a triangle, which begins at `start`."""
 
     final: float = 0.0  # part of the full rate, 0..1
+    start: float = 0.0  # part of the full rate from which the warm-up rises, 0..1
+
+    def warming(self, done: float) -> float:
+        return self.start + (1 - self.start) * done
 
     def at(self, step: int, epoch: int, done: float) -> float:
         return 1 - (1 - self.final) * done

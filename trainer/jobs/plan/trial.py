@@ -132,12 +132,13 @@ class StrategyTrial:
         parallel.after_step(step)
 
     def _read_batches(self) -> list[Batch]:
-        """The micro-batches of one rank's first step, with values; of the samples only the shapes matter."""
+        """The micro-batches of one rank's largest step, with values; of the samples only the shapes matter."""
         share = self.batches.total // self.batches.ranks  # samples of one rank in a step
         loader = TrainLoader(
             self.run.data, self.training, self._sampler, share, self.batches.micro_batches, LoaderOptions(workers=0)
         )
-        return [self._of_all_ranks(batch, self.batches.total) for batch in next(loader.epoch(0))]
+        batches = next(loader.epoch(self.run.data.largest_epoch))
+        return [self._of_all_ranks(batch, self.batches.total) for batch in batches]
 
     def _read_evaluation_batch(self) -> list[Batch]:
         """The largest micro-batch of one rank's evaluations, with values; nothing where nothing is evaluated."""

@@ -6,7 +6,9 @@ handed on at a cut, and which parameters belong to which stage. Other files use 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -128,8 +130,10 @@ class FakeForward:
         for name in dict.fromkeys(name for cut in cuts for name in siblings(self._network, cut)):
             module = copy.get_submodule(f"{NETWORK}.{name}")
             vars(module)["forward"] = partial(self._call, name, module.forward)
+        self._evaluated: Counter[str] | None = None  # how often each module was called in an evaluation
         self._run(copy, map_tensors(example, lambda tensor: tensor.detach().cpu().clone()))
         self.owner = self._owners()
+        self._refuse_several_calls(copy.eval(), example)
 
     def _run(self, step: nn.Module, example: Any) -> None:
         """Run the forward. CannotCut where stages, which each run it, would not do the same as one process."""
@@ -152,8 +156,21 @@ class FakeForward:
                 " with loop.dropout=sample they draw the same"
             )
 
+    @torch.no_grad()
+    def _refuse_several_calls(self, step: nn.Module, example: Any) -> None:
+        """CannotCut where an evaluation calls the network several times: a stage would give the first output again."""
+        self._evaluated = Counter()
+        with suppress(Exception), torch.random.fork_rng(devices=[]):  # what fails there has its own message later
+            step(*map_tensors(example, lambda tensor: tensor.detach().cpu().clone()))
+        for cut in self._cuts:
+            if self._evaluated[cut] > 1:
+                raise CannotCut(f"{cut} is called {self._evaluated[cut]} times in an evaluation, and a stage runs once")
+
     def _call(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A block is called. If it is cut, its arguments end one stage, and new leaves begin the next."""
+        if self._evaluated is not None:
+            self._evaluated[name] += 1
+            return forward(*args, **kwargs)
         args, kwargs = self._substitutions.apply(args, kwargs)
         if name not in self._cuts:
             return forward(*args, **kwargs)
