@@ -56,6 +56,7 @@ _OTHER_NAMES = {
     "ema.decay": "model_ema_decay ema_rate",
     "strategy.sync_bn": "sync_batchnorm",
     "strategy.activation_checkpointing": "gradient_checkpointing grad_checkpointing",
+    "strategy.activation_offload": "activation_offloading enable_activation_offloading",
     "seed": "random_seed seed_everything manual_seed",
     "device": "accelerator",
     "compile": "torch_compile torchcompile",

@@ -17,11 +17,19 @@ from trainer.strategies.single import Single
 
 
 def auto(
-    machine: Machine, sync_bn: bool = False, activation_checkpointing: ActivationCheckpointing = "none"
+    machine: Machine,
+    sync_bn: bool = False,
+    activation_checkpointing: ActivationCheckpointing = "none",
+    activation_offload: bool = False,
 ) -> Strategy:
     """One process is `single`, several are `ddp`; nothing cleverer."""
     kind = Single if machine.launch.world_size == 1 else DDP
-    return kind(sync_bn=sync_bn, activation_checkpointing=activation_checkpointing, machine=machine)
+    return kind(
+        sync_bn=sync_bn,
+        activation_checkpointing=activation_checkpointing,
+        activation_offload=activation_offload,
+        machine=machine,
+    )
 
 
 def mesh(
@@ -35,6 +43,7 @@ def mesh(
     param_dtype: Literal["bf16"] | None = None,
     sync_bn: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",
+    activation_offload: bool = False,
 ) -> Strategy:
     """`PP` if there is more than one stage, else `FSDP` over replicate × shard × context × tensor ranks.
 
@@ -54,4 +63,5 @@ def mesh(
         param_dtype=param_dtype,
         sync_bn=sync_bn,
         activation_checkpointing=activation_checkpointing,
+        activation_offload=activation_offload,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainer.launch.devices import uses_pinned_memory
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_count
 from trainer.parallel.batch_norm import local_batch_norms
@@ -88,6 +89,8 @@ class Strategy(RankContext):
             layers = format_count(drops, "dropout layer")
             remedy = "loop.dropout=sample mends that" + (", without compile" if self.machine.compile else "")
             notes.append(f"{layers}: the curve depends on micro-batches and data ranks; {remedy}")
+        if self.activation_offload and not uses_pinned_memory(self.device):
+            notes.append(f"strategy.activation_offload: nothing to offload on {self.device.type}, which has one memory")
         return notes
 
     @property
