@@ -264,6 +264,7 @@ def make_machine(settings: Settings, launch: Launch) -> Machine:
         device=settings.device,
         precision=settings.precision,
         tf32=settings.tf32,
+        float8=settings.float8,
         channels_last=settings.channels_last,
         seed=settings.seed,
         compile=settings.compile,

@@ -25,6 +25,7 @@ from trainer.parallel.device_mesh import (
     ranks_along,
     resolve_degrees,
 )
+from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.process_group import join_group, leave_group, refuse_backend
 from trainer.parallel.ranks import Group, Ranks
@@ -145,6 +146,8 @@ class Meshed(Joined):
             )
         if degrees.get("tensor", 1) > 1:
             refuse_plan(network, task.plan(network), degrees["tensor"])
+            if self.machine.float8:
+                refuse_no_float8_layers(self.machine.float8, network, task.plan(network), degrees["tensor"])
         if degrees.get("context", 1) > 1:
             refuse_context(network, task.plan(network))
             if is_recurrent(task):

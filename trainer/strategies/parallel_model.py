@@ -39,7 +39,7 @@ from trainer.strategies.loss import (
     name_losses,
     refuse_extra_state,
     scale_loss,
-    to_float64,
+    to_precision,
     zero_sums,
 )
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
@@ -71,7 +71,7 @@ class ParallelModel:
         half = self.machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # first the types of parameters and layers, which all that follows depends on
-        network = to_float64(network) if self.machine.resolved_precision == "fp64" else network
+        network = to_precision(network, task, self.machine)
         if strategy.sync_bn:
             network = synchronise_batch_norms(network, strategy.loss_group, strategy.device)
         refuse_extra_state(network)
