@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed._symmetric_memory
 import torch.distributed.tensor  # torch does not import it by itself, and names in it are looked up here
 import torch.testing._internal.distributed.multi_threaded_pg
 
@@ -55,6 +57,10 @@ PRIVATE = {
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
     "torch._C": "trainer/parallel/activation_checkpointing.py",
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",
+    # Asynchronous tensor parallelism, and memory that GPUs read of each other: torch has no public switch; in 2.15.
+    "torch._inductor": "trainer/parallel/async_tensor_parallel.py",
+    "torch._inductor.config._micro_pipeline_tp": "trainer/parallel/async_tensor_parallel.py",
+    "torch.distributed._symmetric_memory": "trainer/parallel/async_tensor_parallel.py",
     # Ranks as threads, each with a world of its own, as torch's own tests have them: scripts/scale counts them.
     "torch.testing._internal.distributed.multi_threaded_pg._install_threaded_pg": THREADS,
     "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._world": THREADS,

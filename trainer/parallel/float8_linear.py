@@ -7,9 +7,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from trainer.launch.devices import compute_capability
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal
 from trainer.parallel.module_units import SEALED, ancestors, find_units
@@ -24,7 +24,7 @@ def refuse_float8(recipe: str, kind: str, precision: str) -> None:
     key, instead = f"float8={recipe}", "float8=false computes in bf16"
     if kind != "cuda":
         raise Refusal(f"{key}: {kind} multiplies no float8, CUDA GPUs of compute capability 8.9 do; {instead}")
-    capability = torch.cuda.get_device_capability()
+    capability = compute_capability(kind)
     if capability < CAPABILITY:
         has, needs = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise Refusal(f"{key}: this GPU has compute capability {has}, float8 needs {needs} or more; {instead}")
