@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.commands import SMALL, curve, finish, single
+from tests.commands import SMALL, TRANSFORMER, curve, finish, single
 from tests.inside import here
 from tests.late_copies import LateCopies
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.strategies.toys import Case, run
 from tests.test_activation_checkpointing import NETWORKS, built
+from tests.test_devices import STEPS, elsewhere, not_setting_up
 from trainer import Plan
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -216,6 +217,18 @@ def test_on_a_cpu_the_run_says_that_there_is_nothing_to_offload(tmp_path: Path, 
         assert here(*SMALL, "loop.steps=3", "loop.log_every=1", f"run.dir={name}", *more) == 0
     assert "nothing to offload on cpu, which has one memory" in (tmp_path / "offloading/logs/rank-0.log").read_text()
     assert curve(tmp_path / "offloading", "loss_hex") == curve(tmp_path / "plain", "loss_hex")
+
+
+def test_on_a_simulated_device_no_step_waits_for_what_is_offloaded(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (*TRANSFORMER, *STEPS, "loop.steps=3")
+    (told,) = elsewhere(tmp_path, "wide", [(*words, "strategy.activation_offload=true", "run.dir=there")])
+    assert told["end"] == "0"
+    assert not_setting_up(told["findings"]) == []
+    sent = [start for start, during in told["copies"] if start == "elsewhere" and "train_step" in during]
+    assert len(sent) > 2 * 2 * 4  # of two steps and two micro-batches what the first of two blocks keeps
+    assert here(*words, "run.dir=here") == 0
+    assert curve(tmp_path / "there", "loss_hex") == curve(tmp_path / "here", "loss_hex")
 
 
 def test_a_plan_knows_the_peak_and_the_memory_of_the_host(tmp_path: Path) -> None:
