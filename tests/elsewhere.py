@@ -65,6 +65,11 @@ class Stream:
 
     def wait_stream(self, stream: Stream) -> None: ...
 
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
 
 STREAM = Stream()
 
@@ -253,7 +258,12 @@ def trained(launch: Launch, wide: bool, runs: list[list[str]]) -> list[dict[str,
     told: list[dict[str, Any]] = []
     for number, words in enumerate(runs):
         watch, end = Watch(), "0"
-        with patch("torch.accelerator.current_stream", module.current_stream), watch.over(*PHASES):
+        with (
+            patch("torch.accelerator.current_stream", module.current_stream),
+            patch("torch.Stream", module.Stream),
+            patch("trainer.parallel.activation_offload.MIN_BYTES", 0),  # where a run offloads, all of it
+            watch.over(*PHASES),
+        ):
             try:
                 with Elsewhere(wide), watch:
                     own = replace(launch, run_id=f"run-{number}" if launch.address else "")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed._symmetric_memory
 import torch.distributed.tensor  # torch does not import it by itself, and names in it are looked up here
 import torch.testing._internal.distributed.multi_threaded_pg
 
@@ -61,6 +63,9 @@ PRIVATE = {
     "torch._inductor": "trainer/parallel/compile.py",
     # A unit that is recomputed may note in Python which module draws: in the graph it is the same both times.
     "torch._dynamo": "trainer/parallel/compile.py",
+    # Asynchronous tensor parallelism, and memory that GPUs read of each other: torch has no public switch; in 2.15.
+    "torch._inductor.config._micro_pipeline_tp": "trainer/parallel/compile.py",
+    "torch.distributed._symmetric_memory": "trainer/parallel/async_tensor_parallel.py",
     # Ranks as threads, each with a world of its own, as torch's own tests have them: scripts/scale counts them.
     "torch.testing._internal.distributed.multi_threaded_pg._install_threaded_pg": THREADS,
     "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._world": THREADS,

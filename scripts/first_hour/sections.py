@@ -226,7 +226,7 @@ def bench(hour: Hour) -> None:
         bare_words = ["-m", "scripts.benchmarks.bare_loop", name, hour.runs.device, "--steps", str(steps)]
         bare = hour.runs.command(f"bare-{name}-{compiles}", bare_words + ["--compile"] * compiles, **_threads(hour))
         ran = f"bench-{name}" + ("-compiled" if compiles else "")
-        ours = hour.runs.trainer(ran, words + " compile=true" * compiles, **_threads(hour))
+        ours = hour.runs.trainer(ran, words + " compile.mode=default" * compiles, **_threads(hour))
         if not (hour.check(f"the bare loop of {label}", bare) & hour.check(label, ours)):
             continue
         by_hand: dict[str, Any] = json.loads(bare.screen.splitlines()[-1])

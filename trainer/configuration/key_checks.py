@@ -56,6 +56,7 @@ _OTHER_NAMES = {
     "ema.decay": "model_ema_decay ema_rate",
     "strategy.sync_bn": "sync_batchnorm",
     "strategy.activation_checkpointing": "gradient_checkpointing grad_checkpointing",
+    "strategy.activation_offload": "activation_offloading enable_activation_offloading",
     "seed": "random_seed seed_everything manual_seed",
     "device": "accelerator",
     "compile": "torch_compile torchcompile",
@@ -63,6 +64,7 @@ _OTHER_NAMES = {
     "precision=fp16": "fp16 amp use_amp half",
     "precision=bf16": "bf16 amp use_amp bfloat16",
     "init_from=pretrained": "pretrained",
+    "float8": "fp8 use_fp8 enable_float8",
     "processes": "devices gpus num_gpus n_gpus num_processes num_devices nproc nproc_per_node",
 }
 

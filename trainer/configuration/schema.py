@@ -168,6 +168,7 @@ class Settings:
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"]
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"]
     tf32: bool
+    float8: Literal[False, "tensorwise", "rowwise"]
     channels_last: bool
     compile: Compile
     profile: ProfileWindow  # first and last step

@@ -30,6 +30,7 @@ from trainer.learning.optimizer_checks import refuse_unusable_optimizer
 from trainer.learning.parameter_patterns import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_task_parameters
 from trainer.messages import Refusal
+from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
 from trainer.records.checkpoint.remote_copies import refuse_unknown_url
 from trainer.records.profiler import refuse_profile_window
@@ -118,6 +119,8 @@ def prepare_network(run: RunParts, example: Callable[[], tuple[Any, Any]]) -> Pr
     rules = resolve_rules(network, run.settings.optimizer.groups)
     run.task.check(network)
     run.strategy.check(run.task, network, size)
+    if run.machine.float8:
+        refuse_no_float8_layers(run.machine.float8, network, run.task.plan(network))
     refuse_metric_objects(run.task)
     if gathers_samples(run.task):
         run.strategy.refuse_outputs(f"{type(run.task).__name__}.gathered", size)

@@ -69,7 +69,7 @@ def decide_resume(run: PreparedRun) -> ResumeDecision:
     # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
     refuse_other_network(folder.path, checkpoint, run.network, run.configuration)
     # runs from before there was the key began without
-    changed = find_changes({"tf32": False} | before, parse_config(run.configuration))
+    changed = find_changes({"tf32": False, "float8": False} | before, parse_config(run.configuration))
     changed = [change for change in changed if change.old != ABSENT or change.key not in run.unused_keys]
     if run.settings.precision == "auto":
         # what auto meant is kept, whatever devices there are now

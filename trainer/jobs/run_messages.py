@@ -133,6 +133,9 @@ def format_devices(machine: Machine) -> str:
 def format_precision(machine: Machine) -> str:
     """The resolved precision in words, and what TF32 makes of it."""
     precision = machine.resolved_precision
+    if machine.float8:
+        slow = "" if machine.compile else ", which pays with compile.mode=default"
+        return f"{precision}; linear layers inside units multiply in float8 ({machine.float8}){slow}"
     if machine.kind != "cuda" or precision == "fp64":
         return f"{precision}; tf32=true changes nothing here" if machine.tf32 else precision
     if machine.tf32:

@@ -265,6 +265,7 @@ def make_machine(settings: Settings, launch: Launch) -> Machine:
         device=settings.device,
         precision=settings.precision,
         tf32=settings.tf32,
+        float8=settings.float8,
         channels_last=settings.channels_last,
         seed=settings.seed,
         compile=CompileSettings(**vars(settings.compile)) if settings.compile.mode else None,

@@ -49,6 +49,18 @@ def is_bf16_supported(kind: str, emulated: bool) -> bool | None:
     return supported(including_emulation=emulated) if supported else None
 
 
+def compute_capability(kind: str) -> tuple[int, int]:
+    """Which instructions the current device has, as NVIDIA counts them; kinds of others have no such number."""
+    return torch.get_device_module(kind).get_device_capability()
+
+
+def unreachable_device(kind: str) -> int | None:
+    """The first device of this machine whose memory device 0 cannot read by itself; None: it reads all of them."""
+    module = torch.get_device_module(kind)
+    reads = (module.can_device_access_peer(0, index) for index in range(1, module.device_count()))
+    return next((index for index, can_read in enumerate(reads, 1) if not can_read), None)
+
+
 @cache
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The type in which a device adds up: float64, or float32 where it has no other (Apple's GPUs, some of Intel's).

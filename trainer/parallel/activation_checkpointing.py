@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,6 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainer.messages import Refusal
 
 Mode = Literal["units", "operators"]
+ActivationCheckpointing = Literal["none", "units", "operators"]
+
+# What "operators" keeps is offloaded like any kept tensor, where torch can: from 2.15 on, which warns if not told.
+_HAS_HOOKS = "respect_saved_tensors_hooks" in signature(checkpoint).parameters
+_WITH_HOOKS: dict[str, Any] = {"respect_saved_tensors_hooks": True} if _HAS_HOOKS else {}
 
 # Operators whose results "operators" keeps, by namespace of torch.ops. torch 2.11 to 2.15 have these; some builds have
 # fewer. Attention has many kernels.
@@ -37,17 +43,17 @@ EXPENSIVE = {
 }
 
 
-def apply_activation_checkpointing(network: nn.Module, names: list[str], mode: Mode) -> None:
+def apply_activation_checkpointing(network: nn.Module, names: list[str], mode: ActivationCheckpointing) -> None:
     """Let these units of a network keep less between forward and backward, in place; names, values and losses stay.
 
     "units": a unit keeps its inputs and is run again in the backward. "operators": it also keeps the results of matrix
-    products, convolutions, attention and collectives, so that only what is cheap is computed again. Without gradients,
-    as in evaluation, nothing changes.
+    products, convolutions, attention and collectives, so that only what is cheap is computed again. "none", and without
+    gradients, as in evaluation, nothing changes.
 
     Random numbers repeat. So do buffers that a forward changes (BatchNorm's statistics): the second run begins with
     those of the first and leaves no trace. After torch.utils.checkpoint, without re-entrance.
     """
-    for name in names:
+    for name in names if mode != "none" else ():
         unit = network.get_submodule(name)
         for inner in unit.modules():
             if getattr(inner, "inplace", False):
@@ -88,7 +94,8 @@ class _Checkpointed(nn.Module):
             _refuse_cache([*args, *kwargs.values()], type(self).__qualname__)
         before = {name: value.clone() for name, value in self.named_buffers() if name in changing.get(modes, [name])}
         buffer_contexts = partial(_contexts, self, before, contexts)
-        output = checkpoint(run, *args, use_reentrant=False, context_fn=buffer_contexts, **kwargs)
+        hooks = _WITH_HOOKS if self.recomputed_mode == "operators" else {}
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=buffer_contexts, **hooks, **kwargs)
         if modes not in changing:  # looked at once, so that constants are not copied in every step
             changing[modes] = [name for name, value in before.items() if not torch.equal(value, self.get_buffer(name))]
         return output

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from trainer.learning.parallel_plan import Plan
 from trainer.messages import format_count
 
 # Functions that torch's tracer does not show to a function mode: in a graph they would draw torch's own numbers. Their
@@ -33,6 +34,10 @@ class CompileSettings:
 class NoCompiler:
     """Compiles nothing."""
 
+    def wants_units(self, plan: Plan) -> bool:
+        """Are units to be found, so that each is compiled by itself?"""
+        return False
+
     def compile_units(self, network: nn.Module, names: list[str]) -> None:
         """Compile these units of a network, in place."""
 
@@ -50,6 +55,10 @@ class Compiler(NoCompiler):
         self._graphs, self._seconds = 0, 0.0
         self.backend = self._compile_graph  # one object: by it torch knows which graphs units may share
         self._said = 0  # of the graphs
+
+    @override
+    def wants_units(self, plan: Plan) -> bool:
+        return self.settings.scope == "units" or (self.settings.scope is None and bool(plan.shard))
 
     @override
     def compile_units(self, network: nn.Module, names: list[str]) -> None:
@@ -102,12 +111,24 @@ class Compiler(NoCompiler):
         return [f"compile: {of}, {self._seconds:.0f} s until now{again}"]
 
 
+def make_compiler(settings: CompileSettings | None, draws_samples: bool) -> NoCompiler:
+    """What compiles a run's network."""
+    return NoCompiler() if settings is None else Compiler(settings, draws_samples)
+
+
 def without_compile() -> AbstractContextManager[Any]:
     """Inside it compiled modules run as they were written: for a trial batch, whose size is not that of a step.
 
     A first call of another size would cost a graph that is never used again, and have torch take the size for variable.
     """
     return torch.compiler.set_stance("force_eager")
+
+
+def set_async_tensor_parallel(is_on: bool) -> None:
+    """Say to torch's compiler whether graphs that are compiled from now on do it."""
+    from torch._inductor import config  # here, because the import takes seconds
+
+    config._micro_pipeline_tp = is_on
 
 
 def _refuse_unseen_draws(graph: torch.fx.GraphModule) -> None:

@@ -10,7 +10,18 @@ from trainer.messages import Refusal, expand_home, format_count
 
 # A change under these keys changes what is learned. data.root is among them: for an image folder it is the data, and
 # nobody here can tell such a set from one that only moved.
-LEARNING_KEYS = ("model", "task", "data", "seed", "optimizer", "schedule", "loop.global_batch", "precision", "tf32")
+LEARNING_KEYS = (
+    "model",
+    "task",
+    "data",
+    "seed",
+    "optimizer",
+    "schedule",
+    "loop.global_batch",
+    "precision",
+    "tf32",
+    "float8",
+)
 
 ABSENT = "absent"  # where a key has no value
 

@@ -17,11 +17,19 @@ from trainer.strategies.single import Single
 
 
 def auto(
-    machine: Machine, sync_bn: bool = False, activation_checkpointing: ActivationCheckpointing = "none"
+    machine: Machine,
+    sync_bn: bool = False,
+    activation_checkpointing: ActivationCheckpointing = "none",
+    activation_offload: bool = False,
 ) -> Strategy:
     """One process is `single`, several are `ddp`; nothing cleverer."""
     kind = Single if machine.launch.world_size == 1 else DDP
-    return kind(sync_bn=sync_bn, activation_checkpointing=activation_checkpointing, machine=machine)
+    return kind(
+        sync_bn=sync_bn,
+        activation_checkpointing=activation_checkpointing,
+        activation_offload=activation_offload,
+        machine=machine,
+    )
 
 
 def mesh(
@@ -33,8 +41,10 @@ def mesh(
     tensor: int = 1,
     schedule: ScheduleName = "1F1B",
     param_dtype: Literal["bf16"] | None = None,
+    async_tp: bool = False,
     sync_bn: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",
+    activation_offload: bool = False,
 ) -> Strategy:
     """`PP` if there is more than one stage, else `FSDP` over replicate × shard × context × tensor ranks.
 
@@ -52,6 +62,8 @@ def mesh(
         shard=shard,
         tensor=tensor,
         param_dtype=param_dtype,
+        async_tp=async_tp,
         sync_bn=sync_bn,
         activation_checkpointing=activation_checkpointing,
+        activation_offload=activation_offload,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainer.launch.devices import uses_pinned_memory
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_count
 from trainer.parallel.batch_norm import local_batch_norms
@@ -95,6 +96,8 @@ class Strategy(RankContext):
         if drops and self.dropout == "native":
             layers = format_count(drops, "dropout layer")
             notes.append(f"{layers}: the curve depends on micro-batches and data ranks; loop.dropout=sample mends that")
+        if self.activation_offload and not uses_pinned_memory(self.device):
+            notes.append(f"strategy.activation_offload: nothing to offload on {self.device.type}, which has one memory")
         return notes
 
     @property

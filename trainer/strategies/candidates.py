@@ -53,6 +53,7 @@ def candidates(like: Strategy, machine: Machine, per_machine: int) -> Iterator[C
         "machine": machine,
         "sync_bn": like.sync_bn,
         "activation_checkpointing": like.activation_checkpointing,
+        "activation_offload": like.activation_offload,
     }
     if size == 1:
         yield Candidate("strategy=single", Single(**common), Division())

@@ -39,6 +39,11 @@ class DP(Strategy):
                 "strategy=dp loop.dropout=sample: replicas run in threads, where nobody knows their samples; use"
                 " loop.dropout=native, or strategy=ddp"
             )
+        if self.activation_offload and len(self.devices()) > 1:
+            raise Refusal(
+                "strategy=dp strategy.activation_offload=true: replicas run in threads, where units have no order;"
+                " use strategy=ddp, or activation_checkpointing=units"
+            )
         # torch's SyncBatchNorm wants a process for each GPU
         if self.sync_bn:
             raise Refusal(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer.learning.task import Task
+from trainer.messages import Refusal
 from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
 from trainer.parallel.module_units import find_units
 from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
@@ -50,6 +51,15 @@ class FSDP(Meshed):
         """Refuse also units that are not there."""
         super().check(task, network, world_size)
         find_units(network, task.plan(network))
+
+    @override
+    def refuse_compile(self, micro_batches: int) -> None:
+        super().refuse_compile(micro_batches)
+        if self.machine.compile is not None and self.machine.compile.scope == "network":
+            raise Refusal(
+                f"strategy={self.name} compile.scope=network: each unit is gathered before it runs, so no graph can"
+                " span two of them; use compile.scope=units, or leave it out"
+            )
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:

@@ -15,7 +15,9 @@ from trainer.launch.devices import accumulation_dtype
 from trainer.learning.task import Task, loss_weight
 from trainer.messages import Refusal
 from trainer.parallel.buckets import to_accumulator
+from trainer.parallel.float8_linear import convert_to_float8
 from trainer.parallel.ranks import Ranks
+from trainer.strategies.machine import Machine
 
 
 class MemoryFormat:
@@ -45,6 +47,15 @@ class MemoryFormat:
 
     def _to_channels_last(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last) if self._channels_last and x.dim() == 4 else x
+
+
+def to_precision(network: nn.Module, task: Task, machine: Machine) -> nn.Module:
+    """The network with the types of weights, and the linear layers, that the run computes in; in place."""
+    if machine.resolved_precision == "fp64":
+        return to_float64(network)
+    if machine.float8 and machine.resolved_precision == "bf16":
+        convert_to_float8(network, task.plan(network), machine.float8)
+    return network
 
 
 def to_float64(network: nn.Module) -> nn.Module:

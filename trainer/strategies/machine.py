@@ -19,6 +19,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.launch.store_collectives import machine_id, run_on_all_ranks
 from trainer.messages import Refusal, format_count
 from trainer.parallel.compile import CompileSettings
+from trainer.parallel.float8_linear import Float8, refuse_float8
 from trainer.parallel.process_group import backend_of, refuse_backend
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,6 +33,7 @@ class Machine:
     device: str = "auto"  # auto: the accelerator that torch finds, else cpu; or cpu, cuda, xpu, mps
     precision: str = "auto"  # auto, fp32, bf16, fp16, fp64
     tf32: bool = False  # CUDA GPUs multiply what is fp32 with 10 bits instead of 23, also in convolutions
+    float8: Float8 = False  # linear layers inside units multiply in float8, with one scale for so many numbers
     channels_last: bool = True  # images and the weights of convolutions lie so in memory
     seed: int = 0
     compile: CompileSettings | None = None  # None: nothing is compiled
@@ -59,6 +61,8 @@ class Machine:
         if self.backend is not None or self.launch.world_size > 1:
             refuse_backend(self.kind, self.backend)
         self._refuse_precision()
+        if self.float8:
+            refuse_float8(self.float8, self.kind, self.resolved_precision)
 
     def refuse_shared_devices(self) -> None:
         """Collective: refuse, on all ranks, two processes with the same device, if each must have its own.

@@ -15,7 +15,12 @@ from typing_extensions import override
 from trainer.learning.optimizer import find_sparse_embeddings
 from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
+from trainer.parallel.async_tensor_parallel import (
+    refuse_async_tensor_parallel,
+    share_memory,
+)
 from trainer.parallel.batch_norm import refuse_custom_batch_norms
+from trainer.parallel.compile import set_async_tensor_parallel
 from trainer.parallel.context_parallel import refuse_context, refuse_sequences
 from trainer.parallel.device_mesh import (
     DEGREES,
@@ -25,6 +30,7 @@ from trainer.parallel.device_mesh import (
     ranks_along,
     resolve_degrees,
 )
+from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.process_group import join_group, leave_group, refuse_backend
 from trainer.parallel.ranks import Group, Ranks
@@ -108,6 +114,7 @@ class Meshed(Joined):
 
     axis: ClassVar[str]  # the axis that the mesh has even if its size is 1
     bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks
+    async_tp: bool = False  # what tensor ranks send travels in pieces, beside compiled matrix products
     mesh: DeviceMesh = field(init=False, repr=False)  # axes by what ranks hold
     context_group: Ranks = field(init=False, repr=False)  # ranks that have other parts of the same sequences
     _learning: Ranks = field(init=False, repr=False)
@@ -145,6 +152,13 @@ class Meshed(Joined):
             )
         if degrees.get("tensor", 1) > 1:
             refuse_plan(network, task.plan(network), degrees["tensor"])
+            if self.machine.float8:
+                refuse_no_float8_layers(self.machine.float8, network, task.plan(network), degrees["tensor"])
+        if self.async_tp and self.machine.backend != "fake":  # a plan's trial, which compiles nothing
+            here = self.machine.launch.local_world_size
+            refuse_async_tensor_parallel(
+                degrees.get("tensor", 1), here, self.machine.kind, is_compiled=bool(self.machine.compile)
+            )
         if degrees.get("context", 1) > 1:
             refuse_context(network, task.plan(network))
             if self.machine.compile is not None and self.dropout == "sample":
@@ -194,11 +208,21 @@ class Meshed(Joined):
         degrees[innermost] *= context
         # a group for each axis, and one of the ranks whose losses are added up (replicate × shard, with context)
         self.mesh = make_mesh(self.device.type, degrees, always=self.axis)
+        if self.async_tp:
+            set_async_tensor_parallel(True)
+            if self.device.type == "cuda":
+                share_memory(self.mesh.get_group("tensor"))
         self._learning, self.context_group = ranks_along(self.mesh, "replicate", "shard"), Ranks()
         self.data_group = self._learning
         if context > 1:
             reading = make_sequence_mesh(self.device.type, self.world.size, context, degrees.get("tensor", 1))
             self.context_group, self.data_group = (ranks_along(reading, axis) for axis in ("context", "samples"))
+
+    @override
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self.async_tp:
+            set_async_tensor_parallel(False)  # another run of this process may not want it
+        super().__exit__(kind, error, trace)
 
     @property
     @override

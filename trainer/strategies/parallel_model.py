@@ -14,9 +14,10 @@ from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task, refuse_task_gradients, task_weights_with_gradient
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
+from trainer.parallel.activation_offload import make_offload
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
 from trainer.parallel.batch_norm import average_statistics, synchronise_batch_norms
-from trainer.parallel.compile import Compiler, NoCompiler, without_compile
+from trainer.parallel.compile import make_compiler, without_compile
 from trainer.parallel.context_parallel import Pieces
 from trainer.parallel.gradient_clipping import clip_gradients_, global_norm
 from trainer.parallel.module_units import find_units, present_units
@@ -40,7 +41,7 @@ from trainer.strategies.loss import (
     name_losses,
     refuse_extra_state,
     scale_loss,
-    to_float64,
+    to_precision,
     zero_sums,
 )
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
@@ -69,16 +70,14 @@ class ParallelModel:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True
         self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), make_recurrent_state(task, strategy)
-        compiling, samples = self.machine.compile, strategy.dropout == "sample"
-        self.compiler = NoCompiler() if compiling is None else Compiler(compiling, draws_samples=samples)
+        self.compiler = make_compiler(self.machine.compile, draws_samples=strategy.dropout == "sample")
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # first the types of parameters and layers, which all that follows depends on
-        network = to_float64(network) if self.machine.resolved_precision == "fp64" else network
-        network = (
-            synchronise_batch_norms(network, strategy.loss_group, strategy.device) if strategy.sync_bn else network
-        )
+        network = to_precision(network, task, self.machine)
+        if strategy.sync_bn:
+            network = synchronise_batch_norms(network, strategy.loss_group, strategy.device)
         refuse_extra_state(network)
         self.rng = make_rng(strategy.dropout, self.machine.compile is not None, self.machine.seed, strategy.device)
         self.rng.watch(network, self.step_draws or type(task).forward is not Task.forward)
@@ -90,11 +89,12 @@ class ParallelModel:
         self.network = self.materialize(network)
         names = self.unit_names()
         # before sharding over data ranks: recomputing wraps split layers, and a compiled graph contains both
+        offload = make_offload(strategy.host_copies(strategy.device) if strategy.activation_offload else None)
         for piece in self.parallelize():
             units = present_units(piece, names)
-            if strategy.activation_checkpointing != "none":
-                apply_activation_checkpointing(piece, units, strategy.activation_checkpointing)
+            apply_activation_checkpointing(piece, units, strategy.activation_checkpointing)
             self.compiler.compile_units(piece, units)
+            offload.apply(piece, units)  # around both: a unit that is recomputed keeps its inputs
         # parameters become what the optimizer gets (perhaps shards), and then the step is wrapped
         self.step_module = self.carried.make_step_module(task, self.network)
         self.shard(names)
@@ -111,8 +111,8 @@ class ParallelModel:
         return network
 
     def unit_names(self) -> list[str]:
-        """The subtrees that are recomputed, compiled and sharded as units; none: the whole network is compiled."""
-        if self.strategy.activation_checkpointing == "none" and not (self.machine.compile and self.plan.shard):
+        """The subtrees that are recomputed, offloaded, compiled, sharded as units; none: the whole is compiled."""
+        if not self.strategy.uses_units and not self.compiler.wants_units(self.plan):
             return []
         return find_units(self.network, self.plan)
 

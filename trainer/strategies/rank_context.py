@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -20,13 +20,14 @@ from torch.distributed import ProcessGroup
 from trainer.data.sampler import RankSampler
 from trainer.launch.main_thread_watchdog import RankProgress
 from trainer.learning.intervals import Cadences
+from trainer.parallel.activation_checkpointing import ActivationCheckpointing
+from trainer.parallel.activation_offload import HostCopies, make_host_copies
 from trainer.parallel.buckets import PendingSums, Sums
 from trainer.parallel.process_group import set_timeouts
 from trainer.parallel.ranks import PendingMaximum, Ranks
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import NoStallClock, StepTimer
 
-ActivationCheckpointing = Literal["none", "units", "operators"]
 # torch ends a collective so much later than the watchdog does, which can say who hangs
 WATCHDOG_MARGIN = timedelta(seconds=30)
 
@@ -41,12 +42,17 @@ class RankContext:
     narrowing: ClassVar[tuple[str, ...]] = ()  # fields that make numbers narrower than the precision; null: they do not
     sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
     activation_checkpointing: ActivationCheckpointing = "none"  # what the backward computes again instead of keeping it
+    activation_offload: bool = False  # what the backward needs waits in the host's memory
     machine: Machine = field(default_factory=Machine)
 
     cadences: Cadences = field(init=False, repr=False, compare=False, default=Cadences())  # how often the run does what
     device: torch.device = field(init=False, repr=False)  # where this rank computes
     world: Ranks = field(init=False, repr=False)  # all ranks
     data_group: Ranks = field(init=False, repr=False)  # the ranks that read different data
+    # what copies between the device and the host; None: they share one memory. A plan counts instead
+    host_copies: Callable[[torch.device], HostCopies | None] = field(
+        init=False, repr=False, compare=False, default_factory=lambda: make_host_copies
+    )
     # how long a rank may take for a phase at present; joining has a limit of its own
     time_limit: timedelta = field(init=False, repr=False, default=timedelta.max)
     # the time of each phase of its steps
@@ -79,6 +85,11 @@ class RankContext:
     def dropout(self) -> Literal["sample", "native"]:
         """Whose random numbers a forward has: each sample's own, or torch's."""
         return self.machine.dropout or "sample"
+
+    @property
+    def uses_units(self) -> bool:
+        """Is something done to each unit of the network, whatever spreads it over ranks?"""
+        return self.activation_checkpointing != "none" or self.activation_offload
 
     # time limits
 

@@ -213,7 +213,7 @@ class Verify(Job):
         dropped = remove_dropout(parts)
         # a run compares its copies and ends where they differ; here the comparison is to find it
         parts.machine = parts.strategy.machine = replace(parts.machine, compare_copies=False)
-        replace(parts.machine, precision="fp64").check()
+        replace(parts.machine, precision="fp64", float8=False).check()
         # a run folder of its own, for what a resume needs: one that is there already is not touched
         parts.open_folder = partial(RunFolder.open_empty, out, parts.machine.launch)
         run = prepare(parts)

@@ -80,7 +80,10 @@ def estimate_usage(
     seconds["optimizer"] = seconds.get("optimizer", 0.0) * held / d.owners
     peak = Peak(sum(by_kind.values()), by_kind, "not tried", [])
     sends = _collectives(d, batches, processes, per_machine, sizes, mine, by_kind["activations"])
-    return replace(base.usage, peak=peak, seconds=seconds, collectives=[each for each in sends if each.ranks > 1])
+    host = round(base.usage.host * kept)
+    return replace(
+        base.usage, peak=peak, host=host, seconds=seconds, collectives=[each for each in sends if each.ranks > 1]
+    )
 
 
 def _collectives(

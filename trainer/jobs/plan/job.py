@@ -112,6 +112,7 @@ class PlanJob(Job):
             precision=precision,
             backend="fake",  # torch's, which sends nothing
             interface=None,
+            float8=False,  # torchao's operators have no shapes here; what is kept has the same size
             compile=None,  # operators are noted one by one, as they run without compilation
             compare_copies=False,  # there are no values to compare
         )

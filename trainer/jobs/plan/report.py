@@ -29,6 +29,7 @@ class Row:
     at_peak: Peak
     collectives: list[Collective]  # of that rank
     compute_s: float
+    host: int  # the most bytes that offloaded activations take in the host's memory
     waiting_s: float  # for others: what does not travel while something is computed, and a pipeline's idle time
     fits: bool
     divides: bool  # more than the samples
@@ -75,6 +76,7 @@ def make_row(
         largest.peak,
         largest.collectives,
         compute,
+        max(usage.host for usage in usages),
         waiting,
         fits,
         divides,
@@ -126,6 +128,7 @@ def row_facts(row: Row) -> dict[str, Any]:
         "micro_batch": row.batches.largest,
         "peak": row.peak,
         "by_kind": dict(row.at_peak.by_kind),
+        "host": row.host,
         "rank": row.rank,
         "when": row.at_peak.moment,
         "modules": [{"name": name, "bytes": size} for name, size in row.at_peak.modules],
@@ -166,6 +169,12 @@ def format_plan_table(rows: Sequence[Row], refused: Mapping[str, str], device: D
         lines.append(f"{row.arguments or 'as asked':<{width}} {' '.join(cells)}  {verdict}")
     # the same network and task under every strategy, so one reason is enough
     without = next((row.not_evaluated for row in rows if row.not_evaluated), "")
+    offloaded = ", ".join(f"{row.arguments or AS_ASKED} {row.host / _MIB:,.1f}" for row in rows if row.host)
+    lines += (
+        [f"host        MiB of the host's memory for each rank's offloaded activations: {offloaded}"]
+        if offloaded
+        else []
+    )
     return [*lines, *([f"left out    evaluations, which cannot be tried: {without}"] if without else []), *left_out]
 
 

@@ -19,6 +19,7 @@ from trainer.jobs.batch_sizes import BatchSizes, evaluation_batch_size
 from trainer.jobs.plan.devices import DEVICES, Device
 from trainer.jobs.plan.fake_mode import FakeRunMode, make_network, torch_without_values
 from trainer.jobs.plan.forks import run_forked
+from trainer.jobs.plan.host_memory import CountedCopies
 from trainer.jobs.plan.ledger import Ledger, Peak
 from trainer.jobs.plan.traffic import Collective, Traffic
 from trainer.jobs.plan.work import Work
@@ -43,6 +44,7 @@ class RankUsage:
     peak: Peak
     collectives: list[Collective]  # of one step
     seconds: Mapping[str, float]  # of computing, by phase
+    host: int = 0  # the most bytes that offloaded activations take in the host's memory
     not_evaluated: str = ""  # why evaluations are not in the peak; empty: they are, or there are none
 
 
@@ -91,6 +93,8 @@ class StrategyTrial:
         traffic.register_groups(strategy.groups())
         on_cpu = self.device.name == DEVICES["cpu"].name
         ledger = Ledger(mode, traffic, work, on_cpu)
+        copies = CountedCopies(strategy.device)
+        strategy.host_copies = lambda _: None if on_cpu else copies  # a host has one memory
         # before the mode: data sets and transforms need values
         batches, evaluated = self._read_batches(), self._read_evaluation_batch()
         with mode, torch_without_values(on_cpu), ledger:
@@ -119,7 +123,7 @@ class StrategyTrial:
         # the first step is like no other; of many micro-batches the last two steps tell what one more takes
         step = counts[1] if len(counts) == 2 else counts[1].extended(counts[2], len(batches) - 2)
         collectives = sorted(step.collectives, key=lambda each: -each.wire)
-        return RankUsage(rank, ledger.peak(), collectives, step.seconds, not_evaluated)
+        return RankUsage(rank, ledger.peak(), collectives, step.seconds, copies.peak, not_evaluated)
 
     def _run_step(
         self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger

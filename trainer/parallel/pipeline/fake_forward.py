@@ -39,6 +39,11 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
+def count_writes(tensor: Tensor) -> int:
+    """How often a tensor, or another one in the same memory, was written to since it was made."""
+    return tensor._version
+
+
 class FakeMode(FakeTensorMode):
     """Inside it tensors are made without values. Only what `ones_like` and its kind make, as masks, has some."""
 
@@ -148,7 +153,7 @@ class FakeForward:
         if left := self._cuts[len(self.handed_on) :]:
             raise CannotCut(f"{left[0]} is never called by the forward")
         # every stage runs the forward: what it does beside computing would be done several times, or in several ways
-        if any(tensor._version for tensor in batch):
+        if any(map(count_writes, batch)):
             raise CannotCut("its forward changes the batch in place, which every stage would do again")
         if not self._may_draw and not torch.equal(rng_state, torch.get_rng_state()):
             raise CannotCut(
