@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from trainer.parallel.device_mesh import (
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.process_group import join_group, leave_group, refuse_backend
 from trainer.parallel.ranks import Group, Ranks
+from trainer.parallel.ring_attention import refuse_ring
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
@@ -99,6 +100,9 @@ class Joined(Strategy):
         return list(dict.fromkeys(ranks.group for ranks in vars(self).values() if isinstance(ranks, Group)))
 
 
+ContextAttention = Literal["auto", "gather", "ring"]
+
+
 @dataclass
 class Meshed(Joined):
     """A strategy whose ranks hold shards and form a mesh, with an axis for each kind of parallelism.
@@ -107,6 +111,7 @@ class Meshed(Joined):
     """
 
     axis: ClassVar[str]  # the axis that the mesh has even if its size is 1
+    attention: ContextAttention = "auto"  # how context ranks get the keys and values that their queries see
     bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks
     mesh: DeviceMesh = field(init=False, repr=False)  # axes by what ranks hold
     context_group: Ranks = field(init=False, repr=False)  # ranks that have other parts of the same sequences
@@ -147,6 +152,9 @@ class Meshed(Joined):
             refuse_plan(network, task.plan(network), degrees["tensor"])
         if degrees.get("context", 1) > 1:
             refuse_context(network, task.plan(network))
+            if self.attention == "ring":
+                machine = self.machine
+                refuse_ring(task.plan(network), machine.kind, machine.parameter_dtype, machine.compile)
             if is_recurrent(task):
                 raise Refusal(
                     f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"
