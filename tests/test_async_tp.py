@@ -29,7 +29,7 @@ from trainer.strategies.tp import TP
     ],
 )
 def test_it_is_refused_where_nothing_can_do_it(make: Any, kind: str, compile: bool, local: int, said: str) -> None:
-    machine = Machine(launch=Launch(0, 4, local_world_size=local), compile=compile)
+    machine = Machine(launch=Launch(0, 4, local_world_size=local), compile=CompileSettings() if compile else None)
     strategy = make(machine=machine, async_tp=True)
     with (
         patch("trainer.strategies.machine.accelerator_type", lambda: kind),

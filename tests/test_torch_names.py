@@ -71,6 +71,17 @@ PRIVATE = {
     "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._world": THREADS,
     "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._get_world": THREADS,
     "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
+    # Attention that also gives the logarithm of its sum, by which parts of it are added up, and its gradients; 2.11 to
+    # 2.15. The public function gives no such number.
+    **{
+        f"torch.ops.aten.{name}{end}": "trainer/parallel/ring_attention.py"
+        for name in (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+        )
+        for end in ("", "_backward")
+    },
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/meta_model.py",
 }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.parallel.batch_gather import gather as gather
     from trainer.parallel.context_parallel import GatheredKeys as GatheredKeys
     from trainer.parallel.context_parallel import ShiftedPlaces as ShiftedPlaces
+    from trainer.parallel.ring_attention import RingAttention as RingAttention
     from trainer.records.sinks import Sink as Sink
     from trainer.strategies.base import Strategy as Strategy
     from trainer.strategies.multi_process import Joined as Joined
@@ -39,6 +40,7 @@ _HOMES = {
     "Refusal": "trainer.messages",
     "Result": "trainer.api",
     "Schedule": "trainer.learning.schedule",
+    "RingAttention": "trainer.parallel.ring_attention",
     "ShiftedPlaces": "trainer.parallel.context_parallel",
     "Sink": "trainer.records.sinks",
     "Strategy": "trainer.strategies.base",
@@ -58,6 +60,7 @@ __all__ = [
     "Preparation",
     "Refusal",
     "Result",
+    "RingAttention",
     "Schedule",
     "ShiftedPlaces",
     "Sink",

@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from trainer.parallel.context_parallel import GatheredKeys, ShiftedPlaces
+from trainer.parallel.context_parallel import ShiftedPlaces
+from trainer.parallel.ring_attention import RingAttention
 
 
 def tensor_plan(
@@ -63,4 +64,4 @@ def _by_sequence(tied: bool, learned: bool) -> dict[str, ParallelStyle]:
 def context_plan(learned: bool) -> dict[str, ParallelStyle]:
     """What works on a stretch of each sequence: attention, and what tells tokens where they are."""
     places = {"position": ShiftedPlaces()} if learned else {"blocks.*.attention.positions": ShiftedPlaces(1, dim=2)}
-    return {"blocks.*.attention.core": GatheredKeys(), **places}
+    return {"blocks.*.attention.core": RingAttention(), **places}

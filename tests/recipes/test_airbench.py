@@ -32,7 +32,7 @@ def test_the_first_layer_gives_independent_numbers_of_variance_one() -> None:
     assert torch.allclose(found @ found.T / found.shape[1], torch.eye(12), atol=0.02)
     # a group begins as a copy of its inputs, and only biases of the norms learn
     group = Airbench(10, 3, 64, 0.6, 1 / 9).groups[0]
-    assert torch.allclose(group.conv1(torch.ones(1, 24, 9, 9))[:, :24], torch.ones(1, 24, 9, 9))  # type: ignore[operator,union-attr]
+    assert torch.allclose(group.conv1(torch.ones(1, 24, 9, 9))[:, :24], torch.ones(1, 24, 9, 9))  # type: ignore[operator]
     assert (group.norm1.weight.requires_grad, group.norm1.bias.requires_grad) == (False, True)  # type: ignore[union-attr]
 
 
@@ -63,7 +63,7 @@ def test_an_evaluation_averages_views_and_training_does_not() -> None:
     network, images = nn.Sequential(nn.Flatten(), nn.Linear(48, 5)), torch.rand(2, 3, 4, 4)
     scores = {}
     for views in ("flip", "flip_shift"):
-        task = ViewedClassification(views=views)  # type: ignore[arg-type]
+        task = ViewedClassification(views=views)
         assert torch.equal(task.forward(network.train(), images, None), network(images))
         scores[views] = task.forward(network.eval(), images, None)
     # a linear network's mean of scores is its score of the mean of the views
@@ -89,8 +89,8 @@ def test_a_blurred_resnet_blurs_before_each_stride_but_the_first() -> None:
     row = torch.tensor([0.25, 0.5, 0.25])
     kernel = torch.outer(row, row).expand(64, 1, 3, 3)
     blurred = nn.functional.conv2d(images, kernel, padding=1, groups=64)
-    expected = nn.functional.conv2d(blurred, conv.weight, stride=2)  # type: ignore[union-attr,arg-type]
-    assert torch.allclose(conv(images), expected, atol=1e-6)  # type: ignore[operator]
+    expected = nn.functional.conv2d(blurred, conv.weight, stride=2)
+    assert torch.allclose(conv(images), expected, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -323,8 +323,8 @@ def test_a_decoded_window_is_that_of_the_whole_picture(tmp_path: Path, ending: s
     assert torch.equal(decode(path, 32, 3, lambda width, height: box, draft=False), pixels.byte())
     # 300 rows make 150 without a loss, not 151
     for size, halved in ((150, ending == "jpg"), (151, False)):
-        drafted, whole = (decode(path, size, 3, lambda width, height: box, draft) for draft in (True, False))
-        assert torch.equal(drafted, whole) is not halved
+        drafted, undrafted = (decode(path, size, 3, lambda width, height: box, draft) for draft in (True, False))
+        assert torch.equal(drafted, undrafted) is not halved
     grey = decode(path, 32, 1, lambda width, height: box)
     assert grey.shape == (1, 32, 32)
     assert (grey[0].float() - (small * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0)).abs().max() < 6

@@ -23,5 +23,5 @@ class Plan:
     divisible: dict[str, int] = field(default_factory=dict)
     shard: tuple[str, ...] = ()  # units: subtrees that are gathered together; empty: by size
     cuts: tuple[str, ...] = ()  # first module of each pipeline stage after the first; empty: equal stages
-    # module name → how it works on a stretch of each sequence: trainer.GatheredKeys, trainer.ShiftedPlaces
+    # module name → how it works on a stretch of each sequence: trainer.GatheredKeys, RingAttention, ShiftedPlaces
     context: dict[str, ParallelStyle] = field(default_factory=dict)

@@ -211,19 +211,19 @@ TOKENS = 1  # the dimension of a batch's tensors along which sequences are cut: 
 WITHOUT_CONTEXT = "strategy=ddp and strategy=fsdp need no such plan"
 
 
-def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str) -> None:
-    """Let the modules that the plan names work on parts of sequences, in place."""
+def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str, in_ring: bool) -> None:
+    """Let the modules that the plan names work on parts of sequences, in place; in a ring those that can."""
     if isinstance(ranks, Group):
         mesh = DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("context",))
         styles = {key: copy(style) for key, style in plan.context.items()}
         for style in styles.values():
-            vars(style)["pieces"] = max_pieces(plan)
+            vars(style).update(pieces=max_pieces(plan), in_ring=in_ring)
         parallelize_module(network, mesh, styles)
 
 
 def max_pieces(plan: Plan) -> int:
     """How many pieces a rank may have: two, or one where the plan has styles of others, which know of one only."""
-    return 2 if {type(style) for style in plan.context.values()} <= {GatheredKeys, ShiftedPlaces} else 1
+    return 2 if all(isinstance(style, GatheredKeys | ShiftedPlaces) for style in plan.context.values()) else 1
 
 
 def shard_sequences(tree: Any, ranks: Ranks, most: int) -> Any:

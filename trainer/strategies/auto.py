@@ -11,6 +11,7 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
+from trainer.strategies.multi_process import ContextAttention
 from trainer.strategies.pp import PP
 from trainer.strategies.rank_context import ActivationCheckpointing
 from trainer.strategies.single import Single
@@ -38,6 +39,7 @@ def mesh(
     replicate: int = 1,
     shard: int = 1,
     context: int = 1,
+    attention: ContextAttention = "auto",
     tensor: int = 1,
     schedule: ScheduleName = "1F1B",
     param_dtype: Literal["bf16"] | None = None,
@@ -55,7 +57,9 @@ def mesh(
             f"strategy.pipe={pipe} and strategy.context={context}: the stages of a pipeline take whole sequences;"
             " strategy.pipe=1 with strategy.shard or strategy.tensor, or strategy.context=1"
         )
-    make = partial(FSDP, context=context) if pipe == 1 else partial(PP, pipe=pipe, schedule=schedule)
+    make = (
+        partial(FSDP, context=context, attention=attention) if pipe == 1 else partial(PP, pipe=pipe, schedule=schedule)
+    )
     return make(
         machine=machine,
         replicate=replicate,

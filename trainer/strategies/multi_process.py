@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.process_group import join_group, leave_group, refuse_backend
 from trainer.parallel.ranks import Group, Ranks
+from trainer.parallel.ring_attention import refuse_ring
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
@@ -105,6 +106,9 @@ class Joined(Strategy):
         return list(dict.fromkeys(ranks.group for ranks in vars(self).values() if isinstance(ranks, Group)))
 
 
+ContextAttention = Literal["auto", "gather", "ring"]
+
+
 @dataclass
 class Meshed(Joined):
     """A strategy whose ranks hold shards and form a mesh, with an axis for each kind of parallelism.
@@ -113,6 +117,7 @@ class Meshed(Joined):
     """
 
     axis: ClassVar[str]  # the axis that the mesh has even if its size is 1
+    attention: ContextAttention = "auto"  # how context ranks get the keys and values that their queries see
     bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks
     async_tp: bool = False  # what tensor ranks send travels in pieces, beside compiled matrix products
     mesh: DeviceMesh = field(init=False, repr=False)  # axes by what ranks hold
@@ -167,6 +172,9 @@ class Meshed(Joined):
                     " which tokens of a sample it has, so dropout cannot be each sample's own; set loop.dropout=native"
                     " (or no dropout, and that word)"
                 )
+            if self.attention == "ring":
+                machine = self.machine
+                refuse_ring(task.plan(network), machine.kind, machine.parameter_dtype, machine.compile is not None)
             if is_recurrent(task):
                 raise Refusal(
                     f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"

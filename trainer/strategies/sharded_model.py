@@ -167,7 +167,9 @@ class ContextParallelModel(ShardedModel):
     @override
     def _split(self, network: nn.Module, plan: Plan) -> None:
         super()._split(network, plan)
-        apply_context_parallel(network, plan, self.strategy.context_group, self.strategy.device.type)
+        strategy = self.strategy
+        in_ring = strategy.attention != "gather"
+        apply_context_parallel(network, plan, strategy.context_group, strategy.device.type, in_ring)
 
     @override
     def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
