@@ -55,10 +55,8 @@ PRIVATE = {
     "torch.ops.aten._log_softmax": "trainer/jobs/plan/fake_mode.py",
     "torch.ops.aten._log_softmax_backward_data": "trainer/jobs/plan/fake_mode.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
-    "torch._C": "trainer/launch/autograd_state.py",
-    "torch._C._current_graph_task_id": "trainer/launch/autograd_state.py",
-    # A table that is made while torch.func.grad is traced would be a tensor of that transform, without memory.
-    "torch._C._DisableFuncTorch": "trainer/launch/autograd_state.py",
+    "torch._C": "trainer/parallel/activation_checkpointing.py",
+    "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",
     # torch.compile's own backend, called by ours, which counts graphs; torch.compile(mode=…) takes no other backend.
     "torch._inductor": "trainer/parallel/compile.py",
     # A unit that is recomputed may note in Python which module draws: in the graph it is the same both times.

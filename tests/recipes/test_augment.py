@@ -10,7 +10,7 @@ from recipes.vision.pixels.geometry import affine, crop, resized_crop
 from recipes.vision.pixels.mixing import beta
 from recipes.vision.pixels.mixing import mix as mix_images
 from recipes.vision.pixels.trivial import trivial
-from trainer.data.rng import Random, _quantiles, mix_seeds
+from trainer.data.rng import Random, quantiles, mix_seeds
 from trainer.messages import Refusal
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]
@@ -134,7 +134,7 @@ def test_normal_numbers_are_normal():
 
 def test_normal_numbers_reach_into_the_tails():
 
-    table = _quantiles(torch.device("cpu"))
+    table = quantiles(torch.device("cpu"))
     assert table[33 * 256] == 0  # probability 1
     assert table.isfinite().all()
     assert table[256] > 6

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from trainer.launch.autograd_state import outside_transforms
 from trainer.launch.devices import accumulation_dtype, default_generator
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it lie as evenly as can be
@@ -172,7 +171,7 @@ class Random:
         place = (tail - 0.5) * 512
         cell = place.floor()
         index = power.long() * 256 + cell.long()
-        table = _quantiles(words.device)
+        table = self._quantiles(words.device)
         near, far = table[index], table[index + 1]
         # (B, …): between two entries of the table, with a sign from the lowest bit, which the tail does not use
         magnitude = near + (far - near) * (place - cell).float()
@@ -195,7 +194,8 @@ class Random:
         part = self._part
         of_row = part if part and part.dim == len(rows) + 1 else None
         words = self._bits((batch, *rows, 1), part if of_row is None else None)
-        columns = _columns(of_row.size if of_row else width, words.device, of_row.places if of_row else None)
+        columns = self._row_words(of_row.size if of_row else width)
+        columns = columns[self._positions(of_row.places)] if of_row else columns
         # a multiplier and a summand for each row; between two products the high bits come down to the low ones
         bits = (columns + words.int()).mul_(_SPREAD)
         bits = (bits >> 15).bitwise_xor_(bits).mul_((words >> 32).int().bitwise_or_(1))
@@ -212,11 +212,28 @@ class Random:
             raise ValueError(f"shape {shape} must begin with the batch of {batch}")
         return mix_bits(self.starts[:, None] + self._places(shape[1:], part)).view(shape)
 
+    # tables, which a compiled graph has in another way (trainer/parallel/rng/compiled_rng.py)
+
+    def _positions(self, places: tuple[range, ...]) -> Tensor:
+        """The numbers in these ranges, one after the other: (places,) int64."""
+        pieces = [torch.arange(place.start, place.stop, device=self._indices.device) for place in places]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # only context ranks have several
+
+    def _row_words(self, width: int) -> Tensor:
+        return row_words(width, self._indices.device)
+
+    def _quantiles(self, device: torch.device) -> Tensor:
+        return quantiles(device)
+
     def _places(self, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
         """The distance of each number of a sample from the beginning of its stream: (numbers,) int64."""
         # the counter goes on where the last call ended, so that no two calls share numbers
         first, self._drawn = self._drawn + 1, self._drawn + math.prod(shape)
         return torch.arange(first, self._drawn + 1, device=self._indices.device) * to_int64(GOLDEN)
+
+
+# the distance between two neighbours along each dimension of a sample: odd numbers of 64 bits
+_STRIDES = tuple(to_int64(GOLDEN if dim == 0 else mix_seeds(dim) * 2 + 1) for dim in range(16))
 
 
 class DerivedRandom(Random):
@@ -233,57 +250,21 @@ class DerivedRandom(Random):
             ranges = part.places if part and part.dim == dim + 1 else (range(size),)
             if ranges == (range(1),):
                 continue
-            offsets = _offsets(dim, ranges, self._indices.device)  # (places of this dimension,)
+            offsets = self._positions(ranges) * _STRIDES[dim]  # (places of this dimension,)
             places = places + offsets.view(-1, *(1,) * (len(shape) - dim - 1))
         return places.flatten()
 
 
-def _graph_constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function, whose results are constants of a compiled graph.
-
-    A compiler that saw how these tables are made would compute a place times an odd number of 64 bits as an index,
-    which must not overflow.
-    """
-
-    def call(*args: Any) -> Tensor:
-        with outside_transforms():  # or inside of `torch.func.grad` it would be a tensor of that
-            return function(*args)
-
-    return torch.compiler.assume_constant_result(call)
-
-
-@_graph_constant
-def _offsets(dim: int, places: tuple[range, ...], device: torch.device) -> Tensor:
-    """The distance of each place along a dimension from the first one: (places,) int64."""
-    return _positions(places, device).mul_(to_int64(GOLDEN if dim == 0 else mix_seeds(dim) * 2 + 1))
-
-
-def _positions(places: tuple[range, ...], device: torch.device) -> Tensor:
-    pieces = [torch.arange(place.start, place.stop, device=device) for place in places]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # only context ranks have several
-
-
-@_graph_constant
-def _columns(width: int, device: torch.device, places: tuple[range, ...] | None = None) -> Tensor:
-    """32 bits for each place of a row, or for some of them: (places,) int32, the same for every row."""
-    columns = _cached_columns(width, device)
-    return columns if places is None else columns[_positions(places, device)]
-
-
 @cache
-def _cached_columns(width: int, device: torch.device) -> Tensor:
+def row_words(width: int, device: torch.device) -> Tensor:
+    """32 bits for each place of a row: (width,) int32, the same for every row; those of a shorter row are its first."""
     with torch.inference_mode(False):
         return mix_bits(torch.arange(1, width + 1) * to_int64(GOLDEN)).int().to(device)
 
 
-@_graph_constant
-def _quantiles(device: torch.device) -> Tensor:
-    """Half-normal quantiles at the probabilities (0.5 + cell / 512) · 2^(power - 32), at index power · 256 + cell."""
-    return _cached_quantiles(device)
-
-
 @cache
-def _cached_quantiles(device: torch.device) -> Tensor:
+def quantiles(device: torch.device) -> Tensor:
+    """Half-normal quantiles at the probabilities (0.5 + cell / 512) · 2^(power - 32), at index power · 256 + cell."""
     with torch.inference_mode(False):
         cells = torch.arange(34 * 256 + 1, dtype=torch.float64)
         probability = (0.5 + (cells % 256) / 512) * 2.0 ** (torch.floor(cells / 256) - 32)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.launch.autograd_state import in_backward
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.ranks import Ranks
 
 

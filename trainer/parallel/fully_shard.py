@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.launch.autograd_state import in_backward
 from trainer.messages import FatalRunError, Refusal
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_norm import all_batch_norms
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.ranks import GROUP_TIMEOUT, Ranks

@@ -170,10 +170,13 @@ class _AdamUpdate:
         return {name: [optimizer.state[each][name] for each in group] for name in ("step", *self._moments)}
 
     def __call__(self, group: list[Tensor], gradients: list[Tensor], state: Moments, rate: Tensor) -> None:
-        state = {"max_exp_avg_sq": [], **state}
-        moments: Any = [state[name] for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")]
+        # torch computes the corrections of young moments in Python, with 53 bits: so do these numbers, not with 24
+        steps = [each.to(rate.dtype) for each in state["step"]]
+        moments: Any = [state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq", []), steps]
         how = {**self._fixed, "capturable": group[0].device.type != "cpu"}  # the step's number lies on the device
         adam(group, gradients, *moments, lr=rate, **how)
+        for each in state["step"]:
+            each.add_(1)
 
 
 _UPDATES: dict[type[Optimizer], Any] = {SGD: _SGDUpdate, Adam: _AdamUpdate, AdamW: _AdamUpdate}

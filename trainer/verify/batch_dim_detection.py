@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from trainer.data.loader import Batch
 from trainer.data.nested_tensors import map_tensors, named_lists, named_tensors
-from trainer.launch.autograd_state import in_backward
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_gather import current_span
 from trainer.parallel.ranks import Ranks
 from trainer.verify.training_record import LENGTH, Phase, SampleLayout, sketch_distance, sketch_rows

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from trainer.data.loader import Batch
-from trainer.launch.autograd_state import in_backward
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.context_parallel import Pieces, count_tokens
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.pipeline.stages import RankStages

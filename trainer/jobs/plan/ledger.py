@@ -22,7 +22,7 @@ from trainer.jobs.plan.cpu_scratch import collective_scratch, convolution_scratc
 from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, is_propagating
 from trainer.jobs.plan.traffic import Traffic
 from trainer.jobs.plan.work import Work
-from trainer.launch.autograd_state import in_backward
+from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
 

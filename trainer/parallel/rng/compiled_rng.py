@@ -17,13 +17,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from trainer.data.rng import DerivedRandom, to_int64
+from trainer.data.rng import DerivedRandom, Random, TensorPart, quantiles, row_words, to_int64
 from trainer.parallel.rng.dispatch_mode import REPLACEMENTS
 from trainer.parallel.rng.function_mode import RANDOM_FUNCTIONS, RandomFunctionMode, sample_attention, sample_dropout
 from trainer.parallel.rng.native_rng import TorchRNG
 from trainer.parallel.rng.random_draw import RandomDraw
 from trainer.parallel.rng.sample_rng import CALL_STRIDE, DRAW_STRIDE, OUTSIDE, ForwardRNGState, SampleRNG, hash_name
 
+_LONGEST = 2**18  # places along a dimension of what is drawn
 _OPERATORS = torch.ops.aten
 # what a module of a network may call by itself, and the operator that it is
 _GRAPH_FUNCTIONS: dict[Callable[..., Any], Any] = {
@@ -87,14 +88,66 @@ def _channel_dropout(
     return x.mul_(kept) if inplace else x * kept
 
 
+class _Tables(nn.Module):
+    """Numbers for places along a dimension, from memory.
+
+    A compiler would compute a place times an odd number of 64 bits as an index, which must not overflow. Buffers,
+    because a graph reads them where they lie.
+    """
+
+    numbers: Tensor
+    row_words: Tensor
+    quantiles: Tensor
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.arange(_LONGEST, device=device), persistent=False)  # int64
+        self.register_buffer("row_words", row_words(_LONGEST, device), persistent=False)  # int32
+        self.register_buffer("quantiles", quantiles(device), persistent=False)
+
+
+class _GraphRandom(DerivedRandom):
+    """The streams of a draw in a graph, `starts`: (B,)."""
+
+    def __init__(self, tables: _Tables, starts: Tensor, part: TensorPart | None = None) -> None:
+        super().__init__(starts, starts, part)
+        self._tables = tables
+
+    @override
+    def of(self, number: int | Tensor, part: TensorPart | None = None) -> Random:
+        return _GraphRandom(self._tables, self.starts + number, part)
+
+    @override
+    def _positions(self, places: tuple[range, ...]) -> Tensor:
+        pieces = [self._tables.numbers[_checked(place.start) : _checked(place.stop)] for place in places]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    @override
+    def _row_words(self, width: int) -> Tensor:
+        return self._tables.row_words[: _checked(width)]
+
+    @override
+    def _quantiles(self, device: torch.device) -> Tensor:
+        return self._tables.quantiles
+
+
+def _checked(place: int) -> int:
+    if place > _LONGEST:
+        raise RuntimeError(
+            f"loop.dropout=sample: a draw with a dimension of {place} in a compiled module, where at most {_LONGEST}"
+            " are known; use loop.dropout=native"
+        )
+    return place
+
+
 class GraphDraws:
     """Which module draws, and which of its draws it is, while a graph is made."""
 
     starts: Tensor  # where the stream of each sample begins: (B,) int64
     common_start: Tensor  # the same for what has no batch: (1,)
 
-    def __init__(self, rng: CompiledSampleRNG) -> None:
-        self._rng = rng
+    def __init__(self, rng: CompiledSampleRNG, device: torch.device) -> None:
+        self._rng, self._tables = rng, _Tables(device)
         self.under_way: list[list[Any]] = []  # [module, its draws in this call]; the innermost last
         self.modules: list[nn.Module] = []  # all that may draw
 
@@ -131,8 +184,7 @@ class GraphDraws:
         call[1] += 1
         module = call[0]
         number = module.draw_number + to_int64(module.draw_calls * CALL_STRIDE + call[1] * DRAW_STRIDE)
-        samples = DerivedRandom(self.starts, self.starts, None)
-        common = DerivedRandom(self.common_start, self.common_start, None)
+        samples, common = (_GraphRandom(self._tables, starts) for starts in (self.starts, self.common_start))
         shard, time_first = self._rng.shard, self._rng.time_first
         return RandomDraw(self.starts.shape[0], samples, common, 0, number, shard, time_first)
 
@@ -156,7 +208,7 @@ class CompiledSampleRNG(SampleRNG):
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
-        self.graph_draws = GraphDraws(self)
+        self.graph_draws = GraphDraws(self, device)
         self.task = nn.Identity()  # stands for what draws outside of the network, in a step that is one graph
         self.graph_draws.watch(self.task, OUTSIDE, device)
 
