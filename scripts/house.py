@@ -38,8 +38,8 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # The limit and the goal of each figure. A limit that is not yet the goal is what was counted when it was set: whoever
 # makes the figure better sets it anew, and it gets looser only with a reason in the commit.
 LIMITS: dict[str, tuple[float, float]] = {
-    "files": (198, 165),
-    "lines": (35_200, 21_500),  # to the next hundred
+    "files": (206, 165),
+    "lines": (36_800, 21_500),  # to the next hundred
     "imports, % of the lines": (9.1, 8),
     "entries": (14, 14),
     "rooms": (19, 21),
@@ -51,8 +51,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "lines of a function, longest": (47, 47),
     "comments per 100 lines": (8.3, 8),
     "comments per 100 lines, least of a folder": (8, 8),
-    "files with one user": (45, 25),
-    "definitions with one user": (230, 60),
+    "files with one user": (47, 25),
+    "definitions with one user": (238, 60),
     "names in several files": (60, 30),
     "public names in several files": (6, 10),
     "unused names": (0, 0),

@@ -10,7 +10,7 @@ from recipes.vision.pixels.geometry import affine, crop, resized_crop
 from recipes.vision.pixels.mixing import beta
 from recipes.vision.pixels.mixing import mix as mix_images
 from recipes.vision.pixels.trivial import trivial
-from trainer.data.rng import Random, quantiles, mix_seeds
+from trainer.data.rng import Random, mix_seeds, quantiles
 from trainer.messages import Refusal
 
 INDICES = torch.randperm(60_000, generator=torch.Generator().manual_seed(1))[:128]

@@ -41,6 +41,9 @@ class NoCompiler:
     def compile_units(self, network: nn.Module, names: list[str]) -> None:
         """Compile these units of a network, in place."""
 
+    def begin_forward(self, network: nn.Module) -> None:
+        """A forward of this network begins."""
+
     def pop_notes(self) -> list[str]:
         """What a user should know of the graphs since the last call."""
         return []
@@ -99,6 +102,15 @@ class Compiler(NoCompiler):
         compiled: Any = compile_fx(graph, inputs, config_patches=list_mode_options(mode, self.settings.dynamic))
         self._graphs, self._seconds = self._graphs + 1, self._seconds + monotonic() - began
         return compiled
+
+    @override
+    def begin_forward(self, network: nn.Module) -> None:
+        """CUDA graphs write over what they gave before: gradients of an earlier micro-batch move out of the way."""
+        if self.settings.mode in ("reduce-overhead", "max-autotune"):
+            for parameter in network.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+            torch.compiler.cudagraph_mark_step_begin()
 
     @override
     def pop_notes(self) -> list[str]:

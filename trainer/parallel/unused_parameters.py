@@ -45,9 +45,17 @@ def find_always_used(step: nn.Module, example: Any, ranks: Ranks) -> Usage:
     return _agree(_use_in_two_forwards(step, network, example), network, ranks)
 
 
+_searching = [False]
+
+
+def is_searching() -> bool:
+    """Does a forward run with fake tensors, which takes no memory of a device? A plan does not count it."""
+    return _searching[0]
+
+
 def _use_in_two_forwards(step: nn.Module, network: nn.Module, example: Any) -> Usage:
     """What is used the same with both answers, on this rank."""
-    python_rng = random.getstate()
+    python_rng, _searching[0] = random.getstate(), True
     try:
         with torch.random.fork_rng(devices=[]):
             no, yes = (_use_in_forward(step, example, answer) for answer in (False, True))  # (calls, parameters)
@@ -55,6 +63,7 @@ def _use_in_two_forwards(step: nn.Module, network: nn.Module, example: Any) -> U
         return Usage(frozenset(name for name, _ in network.named_modules()), frozenset())
     finally:
         random.setstate(python_rng)
+        _searching[0] = False
     return Usage(frozenset(name for name, often in no[0].items() if often == yes[0][name]), no[1] & yes[1])
 
 

@@ -91,6 +91,12 @@ class Strategy(RankContext):
         if norms := 0 if self.sync_bn else len(local_batch_norms(network)):
             layers = format_count(norms, "BatchNorm layer")
             notes.append(f"{layers}: the curve depends on micro-batches and, without strategy.sync_bn, on data ranks")
+        if (
+            self.machine.compile is not None
+            and self.machine.compile.mode == "reduce-overhead"
+            and self.device.type != "cuda"
+        ):
+            notes.append(f"compile.mode=reduce-overhead: {self.device.type} has no CUDA graphs, so it is default")
         # torch's own random numbers come from a rank's generator, not from the sample
         drops = sum(isinstance(module, _DropoutNd) and module.p > 0 for module in network.modules())
         if drops and self.dropout == "native":

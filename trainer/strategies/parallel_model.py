@@ -56,7 +56,7 @@ class ParallelModel:
 
     network: nn.Module  # the trained network, or the part of it that this rank holds
     plan: Plan  # of the whole network
-    shapes: dict[str, torch.Size]  # of the whole network's tensors, by name
+    shapes: dict[str, torch.Size]  # of the whole network's tensors
     step_module: nn.Module  # task and network as one module, for DDP or FSDP to wrap
     forward: Forward  # what `wrap` has returned: (inputs, targets) → the network's output
     rng: TorchRNG  # whose random numbers a forward has
@@ -177,6 +177,7 @@ class ParallelModel:
         for index, batch in enumerate(batches):
             # random numbers depend on these numbers alone, so that a resumed run has the same ones
             self.rng.begin_forward(batch.indices, step, index, self.strategy.loss_group.rank)
+            self.compiler.begin_forward(self.network)
             # gradients are sent once, in the backward of the last micro-batch
             last = index == len(batches) - 1
             with self.rng, self.compute_context(), self.grad_sync_context(last), set_gather_span(batch.span):
@@ -240,6 +241,7 @@ class ParallelModel:
         self.watch.phases_done += 1  # for the watchdog: an evaluation may take hours
         trial = without_compile() if self.before_first_step else nullcontext()  # its batch may have another size
         self.rng.begin_evaluation(batch.indices)
+        self.compiler.begin_forward(self.network)
         autocast = self.machine.autocast(self.strategy.device)
         with trial, self.rng, self.compute_context(), set_gather_span(batch.span), autocast:
             inputs, targets = self.memory_format.cast((batch.inputs, batch.targets))

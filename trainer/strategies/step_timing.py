@@ -33,6 +33,7 @@ class StepTimer:
         self.phases_done = 0  # and batches of evaluations: while this number stands still, nothing goes on
         self._reset()
         self._last, self._last_stalled, self._last_cpu = perf_counter(), 0.0, 0.0
+        self._apart = 1  # steps from one measurement of the processors' time to the next
 
     def _reset(self) -> None:
         # by phase, since the second step began: seconds of the clock, and those in which this process stood still
@@ -55,11 +56,16 @@ class StepTimer:
         self.steps += 1
         if self.steps == 2:
             self._reset()
-        self._last_cpu = process_time()
+        if self.steps % self._apart == 0:
+            self._last_cpu = self._stall_clock.cpu_time()
 
     def end_forward_backward(self) -> None:
-        """The end of forward and backward. Here the processors' time is measured, too; it costs a microsecond."""
-        self.cpu_seconds += process_time() - self._last_cpu
+        """The end of forward and backward. Here the processors' time is measured, too."""
+        if self.steps % self._apart == 0:
+            spent = self._stall_clock.cpu_time() - self._last_cpu
+            self.cpu_seconds += spent * self._apart
+            # on a busy machine the system may take 40 µs to tell it, which short steps would notice
+            self._apart = 1 if spent > _SHORT else 16
         self.lap("forward and backward")
 
     def lap(self, phase: str) -> None:
@@ -73,6 +79,7 @@ class StepTimer:
 
 # ----------------------------------------------------------------------------------------------------------- stalls
 
+_SHORT = 0.005  # seconds of a forward and backward
 _TICK = 0.025  # seconds from tick to tick
 _MIN_LATE = 0.05  # seconds: on a busy machine ticks are late by less
 
@@ -81,6 +88,10 @@ class NoStallClock:
     """Nothing is measured: no other process waits for this one."""
 
     seconds = 0.0
+
+    def cpu_time(self) -> float:
+        """Seconds that the threads of this process have computed; here nobody compares them."""
+        return 0.0
 
 
 class StallClock(NoStallClock):
@@ -91,6 +102,10 @@ class StallClock(NoStallClock):
 
     def __init__(self) -> None:
         Thread(target=_tick, args=(ref(self),), name="stalls", daemon=True).start()
+
+    @override
+    def cpu_time(self) -> float:
+        return process_time()
 
 
 def _tick(owner: ref[StallClock]) -> None:

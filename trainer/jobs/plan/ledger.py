@@ -25,6 +25,7 @@ from trainer.jobs.plan.work import Work
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
+from trainer.parallel.unused_parameters import is_searching
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "buffers")
 _CERTAIN = ("weights", "gradients", "optimizer", "buffers")  # what is known of a storage for good
@@ -111,7 +112,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # they come again as the tensors that they are made of
         self._note_backward(args)
         out = func(*args, **(kwargs or {}))
-        if not is_propagating():
+        if not is_propagating() and not is_searching():
             sent = self.traffic.record(func, args, out, self.phase)
             if sent is not None:
                 self.label(sent.tensors, "gathered")

@@ -84,6 +84,11 @@ class ForwardRNGState:
             self._at_start = Counter(self.calls), Counter(self._draws_of_call)
 
 
+def _rng_state() -> bytes:
+    """Of torch's generator; to compare bytes takes a tenth of the time of `torch.equal`."""
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
 def hash_name(name: str) -> int:
     """A module's name as a number of 64 bits."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -138,8 +143,8 @@ class SampleRNG(TorchRNG):
     def call_outside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that is no part of the network; its draws belong to the forward that is under way."""
         if self._outside_is_quiet:
-            before, result = torch.get_rng_state(), function(*args)
-            if torch.equal(torch.get_rng_state(), before):
+            before, result = _rng_state(), function(*args)
+            if _rng_state() == before:
                 return result
             self._outside_is_quiet = False  # it draws: once more, as it is called from now on
         with self._outside_mode:
