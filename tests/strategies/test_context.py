@@ -164,8 +164,8 @@ WORDS = {
         "the stages of a pipeline take whole sequences; strategy.pipe=1 with",
     ),
     "a ring": (
-        [*BOOK, "strategy=cp", "strategy.attention=ring", "compile=true"],
-        "strategy.attention=ring: a graph of compile=true has no messages from rank to rank",
+        [*BOOK, "strategy=cp", "strategy.attention=ring", "compile.mode=default", "loop.dropout=native"],
+        "strategy.attention=ring: a compiled graph has no messages from rank to rank",
     ),
     "ddp": ([*BOOK, "strategy=ddp", "strategy.context=2"], "It is a key of strategy=cp or ddp_cp or"),
     "processes": (

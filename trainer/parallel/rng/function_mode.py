@@ -174,7 +174,6 @@ def _dropout_mask(draw: RandomDraw, x: Tensor, p: float) -> Tensor:
     return DTensor.from_local(hidden, mesh, x.placements, run_check=False)
 
 
-@torch.compiler.assume_constant_result
 @cache  # once for a process
 def _warn_of_attention_weights() -> None:
     log.warning(
@@ -205,7 +204,7 @@ def sample_attention(
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:  # fewer heads of keys and values, each for several heads of queries
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    if query.shape[:-1].numel() * key.shape[-2] >= _MANY_WEIGHTS:
+    if not torch.compiler.is_compiling() and query.shape[:-1].numel() * key.shape[-2] >= _MANY_WEIGHTS:
         _warn_of_attention_weights()
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)  # (B, heads, T, S)
     if is_causal:
