@@ -105,6 +105,7 @@ class Order:
     mode: str = "none"  # what is recomputed
     compile: Any = None  # torch.compile's mode
     precision: str = "fp64"
+    optimizer: str = "sgd"
     steps: int = 4
     micro_batches: int = 2
 
@@ -154,7 +155,7 @@ def train(launch: Launch, case: Order) -> dict[str, Any]:
         stream = _stream(strategy, case)
         parallel_model = strategy.build(task, network, stream.example())
         optimizer = parallel_model.optimizer(
-            make_optimizer("sgd"), [{"params": list(parallel_model.network.parameters())}]
+            make_optimizer(case.optimizer), [{"params": list(parallel_model.network.parameters())}]
         )
         init_momentum(optimizer)
         losses = []

@@ -91,7 +91,8 @@ class CompiledStepModel(ParallelModel):
         groups = [group["params"] for group in optimizer.param_groups]
         states = [update.state(optimizer, group) for update, group in zip(self._updates, groups, strict=True)]
         self.rng.begin_forward(self._batch.indices, self._number, 0, 0)
-        batch = self._batch.inputs, self._batch.targets, self._share(0)
+        share = self._share(0)  # of the only micro-batch: 1, or a tensor that may be 0
+        batch = self._batch.inputs, self._batch.targets, share if isinstance(share, Tensor) else None
         with self.rng, self.compute_context():
             norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
         self._losses.update(losses)
@@ -107,18 +108,22 @@ class CompiledStepModel(ParallelModel):
         limit: Tensor,
         inputs: Any,
         targets: Any,
-        share: Tensor | float,
+        share: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What is compiled: returns the norm of the gradient, and the losses."""
 
-        def loss_of(weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             with self.machine.autocast(self.strategy.device):
                 x, y = self.memory_format.cast((inputs, targets))
-                losses = name_losses(self.task.loss(functional_call(self.step_module, weights, (x, y)), y))
-            return losses["loss"] * share, {name: loss.detach() * share for name, loss in losses.items()}
+                output = functional_call(self.step_module, {**weights, **buffers}, (x, y))
+                losses = name_losses(self.task.loss(output, y))
+            losses = losses if share is None else {name: loss * share for name, loss in losses.items()}
+            return losses["loss"], {name: loss.detach() for name, loss in losses.items()}
 
         trained = {name: weight for name, weight in self.step_module.named_parameters() if weight.requires_grad}
-        gradients, losses = self.rng.call_in_graph(grad(loss_of, has_aux=True), trained)
+        # given as arguments: a transform changes in place (BatchNorm's statistics) nothing else
+        buffers = dict(self.step_module.named_buffers())
+        gradients, losses = self.rng.call_in_graph(grad(loss_of, has_aux=True), trained, buffers)
         with torch.no_grad():
             norm = global_norm(list(gradients.values()))
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
