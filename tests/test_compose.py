@@ -108,7 +108,6 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("optimizer.lr=abc", "optimizer.lr=abc", "a number"),
     ("optimizer.betas=3", "optimizer.betas=3", "a list"),
     ("strategy.sync_bn=3", "strategy.sync_bn=3", "true or false"),
-    ("compile=true", "compile=true", "compile.mode"),
     ("compile.fullgraph=yes", "compile.fullgraph=yes", "true or false"),
     ("precision=fp8", "precision=fp8", "bf16"),
     ("device=gpu", "device=gpu", "cuda"),

@@ -88,6 +88,8 @@ def test_scalars_are_taken_at_their_word() -> None:
     assert parse_settings(configuration(run__name=2024, loop__steps=1e4)).run.name == "2024"
     assert repr(parse_settings(configuration(loop__steps=1e4)).loop.steps) == "10000"
     assert parse_packages(["monai"]) == ("monai",)
+    assert parse_settings(configuration(compile=True)).compile.mode == "default"
+    assert parse_settings(configuration(compile=False)).compile.mode is None
     for key, wrong in (
         ("compile__fullgraph", 1),
         ("run__name", True),

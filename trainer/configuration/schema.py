@@ -200,6 +200,10 @@ def parse_settings(cfg: DictConfig) -> Settings:
 
 def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[str, str]) -> Settings | None:
     """The framework keys out of resolved values; None where one is wrong, for which `wrong` then has a line."""
+    # compile=true, as torch's users say it, and runs of older versions: the rest of the section has its defaults
+    if isinstance(short := values.get("compile"), bool):
+        mode = "default" if short else None
+        values = {**values, "compile": {"mode": mode, "scope": None, "fullgraph": False, "dynamic": None}}
     # every key by itself
     parsed = _parse_section(Settings, values, written, wrong)
     if wrong:
