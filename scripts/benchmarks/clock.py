@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import time
+from cProfile import Profile
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,10 @@ class Clock:
     def __init__(self, steps: int) -> None:
         self._steps = steps  # that count
         self._walls: list[float] = []  # seconds, at the end of each step
-        self._cpus: list[float] = []  # of this process, all threads: hardly moves when others use the machine
+        self._young = min(20, steps // 4)  # steps that do not count: caches fill, files are opened
+        # of this process, all threads: hardly moves when others use the machine. Read twice: it may take 40 µs
+        self._cpus: list[float] = []
+        self._profile = Profile() if "BENCH_PROFILE" in os.environ else None
         register_optimizer_step_post_hook(self._tick)
 
     def _tick(self, optimizer: Optimizer, *_: Any) -> None:
@@ -34,7 +38,13 @@ class Clock:
         if not self._walls:
             self._first = time.time()
         self._walls.append(time.perf_counter())
-        self._cpus.append(time.process_time())
+        if len(self._walls) in (self._young + 1, self._steps):
+            self._cpus.append(time.process_time())
+        if self._profile is not None and len(self._walls) == self._young:
+            self._profile.enable()
+        if self._profile is not None and len(self._walls) == self._steps - self._young:
+            self._profile.disable()
+            self._profile.dump_stats(os.environ["BENCH_PROFILE"])
 
     @property
     def over(self) -> bool:
@@ -50,12 +60,11 @@ class Clock:
         evaluation = time.perf_counter() - self._walls[-1]
         if int(os.environ.get("RANK", "0")):
             return
-        young = min(20, self._steps // 4)  # steps that do not count: caches fill, files are opened
-        walls, cpus = self._walls[young : self._steps], self._cpus[young : self._steps]
+        walls = self._walls[self._young : self._steps]
         figures = {
             "first": self._first - float(os.environ["BENCH_START"]),  # seconds from the command to the first step
             "step": 1e6 * median(after - before for before, after in pairwise(walls)),  # microseconds
-            "cpu": 1e6 * (cpus[-1] - cpus[0]) / (len(cpus) - 1),  # microseconds, the mean
+            "cpu": 1e6 * (self._cpus[-1] - self._cpus[0]) / (len(walls) - 1),  # microseconds, the mean
             "evaluation": 1e6 * evaluation / batches,  # microseconds a batch
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # MiB at most
             "accuracy": accuracy,
