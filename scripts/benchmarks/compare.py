@@ -32,7 +32,6 @@ PATIENCE = 600.0  # seconds until a program is given up
 PACKAGES = {  # program → the package that it needs
     "raw": "torch",
     "ours": "trainer",
-    "ours-step": "trainer",  # with compile.mode=step, on one process
     "fabric": "lightning",
     "lightning": "lightning",
     "accelerate": "accelerate",
@@ -82,7 +81,6 @@ def main() -> None:
 def measure(work: Work, peers: list[str], rounds: int) -> list[Row]:
     """All rounds of one workload."""
     rows: list[Row] = []
-    peers = [peer for peer in peers if peer != "ours-step" or (work.name.startswith("overhead") and work.ranks == 1)]
     for number in range(rounds):
         first = number % len(peers)
         for peer in peers[first:] + peers[:first]:
@@ -101,8 +99,7 @@ def run(peer: str, work: Work, more: dict[str, str] | None = None, instead: Any 
     with TemporaryDirectory(prefix="bench-") as folder:
         result = Path(folder) / "result.json"
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}", "-m"]
-        ours = ["trainer", *words(work, folder), *(["compile.mode=step"] if peer == "ours-step" else [])]
-        program = ours if peer.startswith("ours") else ["scripts.benchmarks.peers", peer]
+        program = ["trainer", *words(work, folder)] if peer == "ours" else ["scripts.benchmarks.peers", peer]
         # where Python may not keep what it compiled, this program would be compiled each time, but no installed one
         kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment = {

@@ -57,7 +57,10 @@ class CompiledStepModel(ParallelModel):
                 f" {format_names(unsure, 5)}; leave them out (model.freeze), or use compile.mode=default"
             )
         assert isinstance(self.compiler, Compiler)
-        self._compiled = torch.compile(self._step, backend=self.compiler.backend, fullgraph=True, dynamic=False)
+        # between steps nothing changes but tensors: to ask in each whether Python is as it was takes longer than a step
+        options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        how: Any = {"backend": self.compiler.backend, "fullgraph": True, "dynamic": False, "options": options}
+        self._compiled = torch.compile(self._step, **how)
         # numbers that change between steps are tensors: a number would be part of the graph
         device = self.strategy.device
         wide = accumulation_dtype(device)
