@@ -5,6 +5,7 @@ A short step spends most of its time in Python and in calls of kernels. One grap
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from typing_extensions import override
 
+from trainer.data.nested_tensors import tensors
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.optimizer import Groups, Make
 from trainer.messages import Refusal, format_names
@@ -66,6 +68,7 @@ class CompiledStepModel(ParallelModel):
         wide = accumulation_dtype(device)
         self._rates = [torch.zeros((), dtype=wide, device=device) for _ in optimizer.param_groups]
         self._limit = torch.zeros((), dtype=wide, device=device)
+        self._quiet_shapes: list[torch.Size] = []  # of the last batch, whose graph has drawn nothing
         self._updates = [_UPDATES[type(optimizer)](group) for group in optimizer.param_groups]
         return optimizer
 
@@ -93,11 +96,16 @@ class CompiledStepModel(ParallelModel):
         self._limit.fill_(inf if max_norm is None else max_norm)
         groups = [group["params"] for group in optimizer.param_groups]
         states = [update.state(optimizer, group) for update, group in zip(self._updates, groups, strict=True)]
-        self.rng.begin_forward(self._batch.indices, self._number, 0, 0)
+        # of a batch of other shapes there will be another graph, which may draw
+        shapes = [x.shape for x in tensors((self._batch.inputs, self._batch.targets))]
+        draws = shapes != self._quiet_shapes
+        if draws:
+            self.rng.begin_forward(self._batch.indices, self._number, 0, 0)
         share = self._share(0)  # of the only micro-batch: 1, or a tensor that may be 0
         batch = self._batch.inputs, self._batch.targets, share if isinstance(share, Tensor) else None
-        with self.rng, self.compute_context():
+        with self.rng if draws else nullcontext(), self.compute_context():
             norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
+        self._quiet_shapes = [] if self.rng.has_drawn_in_graphs() else shapes
         self._losses.update(losses)
         self.before_first_step = False
         self.strategy.use_step_timeout()

@@ -148,6 +148,7 @@ class GraphDraws:
 
     def __init__(self, rng: CompiledSampleRNG, device: torch.device) -> None:
         self._rng, self._tables = rng, _Tables(device)
+        self.drawn = False  # in any graph
         self.under_way: list[list[Any]] = []  # [module, its draws in this call]; the innermost last
         self.modules: list[nn.Module] = []  # all that may draw
 
@@ -180,6 +181,7 @@ class GraphDraws:
         """The next draw of the graph; None where no module of the network is under way."""
         if not self.under_way:
             return None
+        self.drawn = True
         call = self.under_way[-1]
         call[1] += 1
         module = call[0]
@@ -218,6 +220,10 @@ class CompiledSampleRNG(SampleRNG):
         result = function(*args)
         self.graph_draws.under_way.pop()
         return result
+
+    @override
+    def has_drawn_in_graphs(self) -> bool:
+        return self.graph_draws.drawn
 
     def _watch_calls(self, module: nn.Module, name: str) -> None:
         super()._watch_calls(module, name)

@@ -45,6 +45,10 @@ class TorchRNG:
         """Call a function, of which the network is a part, in a graph that is being made."""
         return function(*args)
 
+    def has_drawn_in_graphs(self) -> bool:
+        """May a graph have drawn? torch's own generators do not tell."""
+        return True
+
     def begin_forward(self, indices: Tensor, step: int, *place: int) -> None:
         """A forward of these samples begins. place: micro-batch, data rank, and the stage if there are several."""
         seed_torch(mix_seeds(self._seed, step, *place), self._device)
