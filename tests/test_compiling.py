@@ -61,7 +61,7 @@ def names(network: nn.Module) -> list[str]:
 def test_alike_units_share_a_graph(compiler: Graphs) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Alike(4) for _ in range(12)))
     plain = network(torch.ones(3, 4))
-    compiler.compile_units(network, names(network))
+    compiler.compile_units(network, names(network), recomputed=False)
     assert torch.equal(network(torch.ones(3, 4)), plain)
     assert len(compiler.made) == 1
     network(torch.ones(5, 4))
@@ -71,7 +71,7 @@ def test_alike_units_share_a_graph(compiler: Graphs) -> None:
 
 def test_more_units_of_one_class_than_torch_would_compile_are_compiled_each_by_its_sizes(compiler: Graphs) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Block(4 + index) for index in range(12)))
-    compiler.compile_units(network, names(network))
+    compiler.compile_units(network, names(network), recomputed=False)
     network(torch.ones(3, 4))
     assert len(compiler.made) == 12
     sizes = [tuple(node.meta["example_value"].shape) for node in _inputs(compiler.made[-1])]
@@ -92,7 +92,7 @@ class Chain(nn.Sequential):
 def test_without_units_the_network_is_one_graph_under_its_own_names(compiler: Graphs) -> None:
     network = Chain(nn.Linear(4, 4), *(Block(4 + index) for index in range(3)))
     before = list(network.state_dict())
-    compiler.compile_units(network, [])
+    compiler.compile_units(network, [], recomputed=False)
     network(torch.ones(3, 4))
     assert len(compiler.made) == 1
     assert list(network.state_dict()) == before
@@ -102,7 +102,7 @@ def test_without_units_the_network_is_one_graph_under_its_own_names(compiler: Gr
 def test_recomputed_units_share_a_graph_too_with_what_is_recomputed_in_it(compiler: Graphs, mode: Any) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Alike(4) for _ in range(3)))
     apply_activation_checkpointing(network, names(network), mode)
-    compiler.compile_units(network, names(network))
+    compiler.compile_units(network, names(network), recomputed=False)
     network(torch.ones(3, 4)).sum().backward()
     assert len(compiler.made) == 1
     assert "checkpoint" in compiler.made[0].code
@@ -111,7 +111,7 @@ def test_recomputed_units_share_a_graph_too_with_what_is_recomputed_in_it(compil
 
 def test_a_rehearsal_compiles_nothing(compiler: Graphs) -> None:
     network = nn.Sequential(nn.Linear(4, 4), Alike(4))
-    compiler.compile_units(network, ["1"])
+    compiler.compile_units(network, ["1"], recomputed=False)
     with without_compile():
         network(torch.ones(2, 4)).sum().backward()
     assert not compiler.made
@@ -168,7 +168,7 @@ def curve(kind: type[nn.Module], compiled: str, mode: Any = "none") -> list[floa
     if compiled:
         compiler = Compiler(CompileSettings(), draws_samples=True)
         compiler.backend = "aot_eager"  # type: ignore[assignment]  # the graphs as Inductor would get them
-        compiler.compile_units(network, ["1", "2"] if compiled == "units" else [])
+        compiler.compile_units(network, ["1", "2"] if compiled == "units" else [], mode != "none")
     optimizer, losses = torch.optim.SGD(network.parameters(), 0.1), []
     for step in range(3):
         x, indices = (
@@ -206,6 +206,13 @@ def curve(kind: type[nn.Module], compiled: str, mode: Any = "none") -> list[floa
 )
 def test_compiled_each_sample_draws_what_it_draws_without(kind: type[nn.Module], compiled: str, mode: Any) -> None:
     assert curve(kind, compiled, mode) == pytest.approx(curve(kind, ""), abs=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", ["units", "network"])
+def test_what_a_graph_that_ends_would_draw_again_otherwise_is_an_error(compiled: str) -> None:
+    with pytest.raises(Exception, match=r"(?s)disable|graph.?break"):  # torch's, with the line
+        curve(Rare, compiled, "units")
 
 
 def test_what_no_compiler_shows_is_refused_in_a_graph(compiler: Graphs) -> None:

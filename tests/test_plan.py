@@ -219,6 +219,14 @@ def test_a_gpus_softmax_takes_no_copy_of_the_scores(tmp_path: Path) -> None:
     assert on_cpu - on_gpu == pytest.approx(2 * scores, rel=0.02)  # the gradient in bf16 instead of fp32
 
 
+def test_recomputed_units_are_planned_by_their_steps_and_not_by_the_search_for_what_is_used(tmp_path: Path) -> None:
+    # a sample a rank, as long sequences have it: without recomputing a search would need more than a step
+    words = ("model.rotary=1e4", "model.depth=8", "strategy.activation_checkpointing=units", "loop.global_batch=2")
+    facts, _ = plan(tmp_path, *words, "job.processes=[2]", "job.strategies=[fsdp]", network=DECODER)
+    assert not facts["refused"]  # tables of rotary positions are compared, and have no values
+    assert facts["rows"][0]["when"] != "build"
+
+
 def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> None:
     words = [*FOREIGN, "experiment=experts", "job=plan", "job.processes=[1]", "device=cpu", "run.dir=run"]
     copytree(CHECKOUT / "tests/foreign", tmp_path / "foreign")

@@ -38,8 +38,8 @@ class NoCompiler:
         """Are units to be found, so that each is compiled by itself?"""
         return False
 
-    def compile_units(self, network: nn.Module, names: list[str]) -> None:
-        """Compile these units of a network, in place."""
+    def compile_units(self, network: nn.Module, names: list[str], recomputed: bool) -> None:
+        """Compile these units of a network, in place. recomputed: are units run again in the backward?"""
 
     def begin_forward(self, network: nn.Module) -> None:
         """A forward of this network begins."""
@@ -64,14 +64,18 @@ class Compiler(NoCompiler):
         return self.settings.scope == "units" or (self.settings.scope is None and bool(plan.shard))
 
     @override
-    def compile_units(self, network: nn.Module, names: list[str]) -> None:
+    def compile_units(self, network: nn.Module, names: list[str], recomputed: bool) -> None:
         """Compile each of these units by itself, in place; the whole network where none is named. Names stay.
 
         Units of one class and with parameters of the same shapes share one graph: torch's cache belongs to the code,
         not to the module. So it also counts towards one limit how often all of them had to be compiled, and then
         silently gives up; the limit is raised to what these units may need.
         """
-        how = {"backend": self.backend, "fullgraph": self.settings.fullgraph}
+        if self._draws_samples:  # which module draws is noted in Python, once for a forward and its repetition
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        # where a graph ended inside of a recomputed unit, the second forward would draw other numbers: torch says where
+        fullgraph = self.settings.fullgraph or (recomputed and self._draws_samples)
+        how = {"backend": self.backend, "fullgraph": fullgraph}
         if not names or self.settings.scope == "network":
             network.compile(dynamic=self.settings.dynamic, **how)
             return
@@ -79,8 +83,6 @@ class Compiler(NoCompiler):
         # training, evaluation, two batch sizes each
         limit.recompile_limit = max(limit.recompile_limit, 8 + 4 * len(names))
         limit.accumulated_recompile_limit = max(limit.accumulated_recompile_limit, 4 * limit.recompile_limit)
-        if self._draws_samples:  # which module draws is known again in a repeated forward: it is the same graph
-            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         shapes = defaultdict(set)
         units = [network.get_submodule(name) for name in names]
         for unit in units:

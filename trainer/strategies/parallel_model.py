@@ -93,7 +93,7 @@ class ParallelModel:
         for piece in self.parallelize():
             units = present_units(piece, names)
             apply_activation_checkpointing(piece, units, strategy.activation_checkpointing)
-            self.compiler.compile_units(piece, units)
+            self.compiler.compile_units(piece, units, strategy.activation_checkpointing != "none")
             offload.apply(piece, units)  # around both: a unit that is recomputed keeps its inputs
         # parameters become what the optimizer gets (perhaps shards), and then the step is wrapped
         self.step_module = self.carried.make_step_module(task, self.network)
@@ -205,10 +205,7 @@ class ParallelModel:
             self.network.train(training)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
-        """Collective: unscale, clip to the true global norm, step, zero. Returns that norm; max_norm None: no norm.
-
-        An infinite max_norm measures the norm and clips nothing.
-        """
+        """Collective: unscale, clip to the true global norm (inf: not at all), step, zero. None: no norm."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.before_first_step:
             check_gradient_layouts(self.network)
@@ -233,10 +230,7 @@ class ParallelModel:
         return norm
 
     def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor | float]:
-        """Sums over a micro-batch: loss times weight, weight, samples, and the task's metrics.
-
-        valid: how many of its samples count, all or none. Of none the sums are zeros of the same shapes.
-        """
+        """Sums over a micro-batch: loss times weight, weight, samples, the task's metrics; zeros if none is valid."""
         self.set_mode(training=False)
         self.watch.phases_done += 1  # for the watchdog: an evaluation may take hours
         trial = without_compile() if self.before_first_step else nullcontext()  # its batch may have another size

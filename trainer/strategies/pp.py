@@ -82,6 +82,16 @@ class PP(Meshed):
         return self.layout(world_size).count
 
     @override
+    def refuse_compile(self, micro_batches: int) -> None:
+        """Refuse also CUDA graphs: one micro-batch would write over what others still need."""
+        super().refuse_compile(micro_batches)
+        if self.machine.compile is not None and self.machine.compile.mode in ("reduce-overhead", "max-autotune"):
+            raise Refusal(
+                f"strategy={self.name} compile.mode={self.machine.compile.mode}: CUDA graphs keep one micro-batch, and"
+                " a pipeline has several under way; use compile.mode=default"
+            )
+
+    @override
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse unequal micro-batches, and a number of them that the schedule cannot run: torch would hang or fail."""
         if uneven:

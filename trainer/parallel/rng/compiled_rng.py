@@ -55,6 +55,8 @@ class _GraphFunctionMode(RandomFunctionMode):
         if not torch.compiler.is_compiling() or func not in RANDOM_FUNCTIONS or kwargs.get("generator") is not None:
             return super().__torch_function__(func, types, args, kwargs)
         graph = self._rng.graph_draws
+        if graph.call is None:  # a module that runs as it is, with a part of it in this graph
+            return self._outside_graph(func, types, args, kwargs)
         if func is functional.dropout:
             return sample_dropout(graph, func, *args, **kwargs)
         if func is functional.scaled_dot_product_attention:
@@ -149,7 +151,8 @@ class GraphDraws:
     def __init__(self, rng: CompiledSampleRNG, device: torch.device) -> None:
         self._rng, self._tables = rng, _Tables(device)
         self.drawn = False  # in any graph
-        self.under_way: list[list[Any]] = []  # [module, its draws in this call]; the innermost last
+        # [module, its draws in this call], or None for one that runs as it is; the innermost last
+        self.under_way: list[list[Any] | None] = []
         self.modules: list[nn.Module] = []  # all that may draw
 
     def watch(self, module: nn.Module, name: str, device: torch.device) -> None:
@@ -172,17 +175,23 @@ class GraphDraws:
         if torch.compiler.is_compiling():
             module.draw_calls += 1  # type: ignore[operator, assignment]  # a number of its own
             self.under_way.append([module, 0])
+        else:
+            self.under_way.append(None)
 
     def _ends(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            self.under_way.pop()
+        self.under_way.pop()
+
+    @property
+    def call(self) -> list[Any] | None:
+        """The call of a compiled module that is under way."""
+        return self.under_way[-1] if self.under_way else None
 
     def next_draw(self) -> RandomDraw | None:
-        """The next draw of the graph; None where no module of the network is under way."""
-        if not self.under_way:
+        """The next draw of the graph; None where no compiled module is under way."""
+        call = self.call
+        if call is None:
             return None
         self.drawn = True
-        call = self.under_way[-1]
         call[1] += 1
         module = call[0]
         number = module.draw_number + to_int64(module.draw_calls * CALL_STRIDE + call[1] * DRAW_STRIDE)
@@ -192,9 +201,9 @@ class GraphDraws:
 
     def next_number(self) -> int | None:
         """The number of the next draw, where a graph ended inside of a module, and it draws outside of the graph."""
-        if not self.under_way:
+        call = self.call
+        if call is None:
             return None
-        call = self.under_way[-1]
         call[1] += 1
         return to_int64(call[0].draw_name + call[0].draw_calls * CALL_STRIDE + call[1] * DRAW_STRIDE)
 
