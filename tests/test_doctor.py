@@ -121,8 +121,9 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_is_named_with_its_host(processes: Any, tmp_path: Path) -> None:
-    assert processes.run(4, examine, tmp_path, {2: 1.2}) == [1] * 4
-    (error,) = (each for each in errors(tmp_path / "runs") if "wrote" in each["what"])  # a busy machine may have others
+    # 1.5 also stands out on a machine that others keep busy; 1.2 is looked for by the long test
+    assert processes.run(4, examine, tmp_path, {2: 1.5}) == [1] * 4
+    (error,) = (each for each in errors(tmp_path / "runs") if "computes" in each["what"])
     assert (error["rank"], error["host"]) == (2, os.uname().nodename)
     assert "computes 1." in error["what"]
     assert not read(tmp_path / "runs")["ok"]
