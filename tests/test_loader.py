@@ -287,6 +287,20 @@ def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> 
     assert read(TensorDataset(*columns), Own())[0][0].dtype == torch.int16  # whoever collates in a way of their own
 
 
+@pytest.mark.parametrize(("width", "rows"), [(16, 8), (5, 8), (16, 3), (2**16, 8)])
+def test_small_batches_of_tensors_are_indexed_many_at_once_with_the_same_bits(width: int, rows: int) -> None:
+    columns = torch.randn(100, width), torch.arange(100)
+    lists = list(torch.randperm(100).split(rows))  # of these sizes, and a shorter one
+    read = make_reader(TensorDataset(*columns), Data().collate, 0, LoaderOptions(workers=0), pin=False)
+    batches = list(read(0, iter(lists)))
+    for indices, batch in zip(lists, batches, strict=True):
+        assert all(torch.equal(got, column[indices]) for got, column in zip(batch, columns, strict=True))
+        # or a product may be rounded in another way than that of a tensor by itself, which a resumed run may have
+        assert all(got.data_ptr() % 64 == 0 for got in batch)
+    many = len({batch[0].untyped_storage().data_ptr() for batch in batches}) < len(batches)
+    assert many == (width == 16 and rows == 8)
+
+
 def test_a_loader_draws_nothing_from_the_global_generator() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class CutMicroBatches:
             yield self._cut(epoch, batch, parts, training)
 
     def _cut(self, epoch: int, batch: DeviceBatch, parts: Sequence[range], training: bool) -> list[DeviceBatch]:
-        size = len(batch[0])
+        size = batch[0].numel()
         if list(parts) == [range(size)]:
             return [batch]  # a lone micro-batch is all of it
         if all(has_rows(tree, size) for tree in batch[1:]):
@@ -258,6 +259,7 @@ class EvalLoader:
         self.micro_batch = -(-global_batch // micro_batches)  # samples of all data ranks in one forward, at most
         self._reader = SampleReader(data, dataset, sampler, options)
         self._micro_batches = choose_micro_batches(data, dataset, sampler, self._reader)
+        self._micro_batches_of = cache(self._cut)  # all batches but the last one have the same size
 
     def example(self) -> tuple[Any, Any]:
         """A sample or two, as (inputs, targets) on the device, as many on every rank: enough to see a step."""
@@ -288,10 +290,9 @@ class EvalLoader:
         spans = [samples[number * size : (number + 1) * size] for number in numbers]
         steps = self._micro_batches.read(0, map(self._index, spans), training=False)
         for samples, step in zip(spans, steps, strict=True):
-            micro_spans = self._split(len(samples))
-            for (indices, inputs, targets), span in zip(step, micro_spans, strict=True):
-                batch = Batch(inputs, targets, indices, span, len(samples), samples.start > 0)
-                yield batch, len(self._sampler.rows(span))
+            micro_batches = self._micro_batches_of(len(samples))
+            for (indices, inputs, targets), (span, rows) in zip(step, micro_batches, strict=True):
+                yield Batch(inputs, targets, indices, span, len(samples), samples.start > 0), len(rows)
 
     def __len__(self) -> int:
         """How many batches there are."""
@@ -303,12 +304,13 @@ class EvalLoader:
         A rank without a sample takes one that does not count, for it must compute with the others.
         """
         local = samples[self._sampler.rank :: self._sampler.ranks] or samples[-1:]
-        parts = [self._sampler.rows(span) or range(1) for span in self._split(len(samples))]
+        parts = [rows or range(1) for _, rows in self._micro_batches_of(len(samples))]
         return torch.arange(local.start, local.stop, local.step), parts
 
-    def _split(self, total: int) -> list[range]:
-        """The micro-batches of a batch, over all ranks: first cut, then dealt, as in training."""
-        return [range(total)[start : start + self.micro_batch] for start in range(0, total, self.micro_batch)]
+    def _cut(self, total: int) -> list[tuple[range, range]]:
+        """The micro-batches of a batch, over all ranks, and this rank's rows of each: first cut, then dealt."""
+        spans = [range(total)[start : start + self.micro_batch] for start in range(0, total, self.micro_batch)]
+        return [(span, self._sampler.rows(span)) for span in spans]
 
 
 def digest_indices(indices: Tensor) -> Tensor:

@@ -278,9 +278,13 @@ def _compute_totals(
 def _add_sums(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
     """Add the sums of a micro-batch, in place."""
     for name, part in parts.items():
-        if name in sums and shape_of(sums[name]) != shape_of(part):
-            raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(sums[name]), shape_of(part))}")
-        sums[name] = sums[name] + part if name in sums else part
+        if name not in sums:
+            sums[name] = part
+            continue
+        before = sums[name]
+        if getattr(before, "shape", ()) != getattr(part, "shape", ()):
+            raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(before), shape_of(part))}")
+        sums[name] = before + part
 
 
 def _finish_metrics(task: Task, totals: Totals, prefix: str) -> dict[str, float]:

@@ -75,7 +75,7 @@ class Trainer:
             except NotFinite as error:
                 self._roll_back(error)
         self.checkpoints.finish()
-        self.model.watch.lap("save")
+        self.model.watch.lap_between("save")
         return self.finished and self.progress.owed is None
 
     def _is_over(self) -> bool:
@@ -157,7 +157,6 @@ class Trainer:
         log_clock = self.log_trigger.clock_expired() and not log_now  # the answer comes too late for this step
         raised = self._monitor.has_found(), self.checkpoints.failed(), self._should_stop()
         self._votes.ask(*raised, log_clock, self.eval_trigger.clock_expired(), self.save_trigger.clock_expired())
-        watch.lap("communication")
         # the line of the step before: its numbers have arrived by now, so reading them waits for nothing
         self._monitor.write()
         watch.lap("log")
@@ -212,7 +211,7 @@ class Trainer:
         self.schedule.observe(metrics, self.checkpoints.best)
         self.eval_trigger.restart()
         self._monitor.resume()
-        self.model.watch.lap("evaluation")
+        self.model.watch.lap_between("evaluation")
         return metrics
 
     def save(self, metrics: dict[str, float] | None) -> None:
@@ -231,7 +230,7 @@ class Trainer:
         self.report("running", self.progress.step)
         self.save_trigger.restart()
         self._monitor.resume()
-        self.model.watch.lap("save")
+        self.model.watch.lap_between("save")
         # a request to stop has its checkpoint now; the next vote of the loop may be some steps away
         (self._stopped,) = self._votes.now(self._stopped or self._should_stop())
 

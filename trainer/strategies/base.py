@@ -20,7 +20,7 @@ from trainer.messages import Refusal, format_count
 from trainer.parallel.batch_norm import local_batch_norms
 from trainer.strategies.nonfinite_check import NonFiniteCheck, NonFiniteCheckOnDevice
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.rank_context import RankContext, StopVotes
+from trainer.strategies.rank_context import RankContext, RankStopVotes, StopVotes
 from trainer.strategies.replica_check import NoReplicaCheck
 from trainer.strategies.step_timing import StragglerCheck
 
@@ -116,7 +116,7 @@ class Strategy(RankContext):
 
     def votes(self) -> StopVotes:
         """The votes of the ranks in the steps of one loop: is somebody to stop, has a clock run out?"""
-        return StopVotes(self)
+        return RankStopVotes(self) if self.world.size > 1 else StopVotes()
 
     def pace(self) -> StragglerCheck:
         """Collective: finds ranks that hold up the others in one loop."""

@@ -151,9 +151,9 @@ def name_losses(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
 
 def loss_shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
     """Collective: the share of a micro-batch in the step: its weight, relative to that of all data ranks."""
-    weights = [loss_weight(task, batch.targets, len(batch.indices)) for batch in batches]
+    weights = [loss_weight(task, batch.targets, batch.indices.numel()) for batch in batches]
     if type(task).weight is Task.weight:  # samples: their number is known, and nothing is sent
-        total = sum(weights) * batches[0].total / sum(len(batch.indices) for batch in batches) or 1
+        total = sum(weights) * batches[0].total / sum(batch.indices.numel() for batch in batches) or 1
         return lambda index: weights[index] / total
     local = torch.stack([_as_device_tensor(device, weight) for weight in weights])  # (micro-batches,)
     total_weight = local.sum()

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from trainer.data.sampler import RankSampler
 from trainer.launch.main_thread_watchdog import RankProgress
@@ -128,7 +129,28 @@ MAX_VOTE_STEPS = 32  # steps between two votes, should they become slow all at o
 
 
 class StopVotes:
-    """The votes of one loop's ranks, each asked after a step's backward has begun and read at the end of a step.
+    """The votes of one loop's steps: asked after a backward has begun, read at the end of the step.
+
+    This class is one process: what it has raised is the answer.
+    """
+
+    _raised: Sequence[bool]
+
+    def ask(self, *flags: bool) -> None:
+        """Collective where a vote is due, called in each step: start asking which flags any rank has raised."""
+        self._raised = flags
+
+    def read(self) -> Sequence[bool]:
+        """The flags that some rank had raised, the same on every rank; none of them where there was no vote."""
+        return self._raised
+
+    def now(self, *flags: bool) -> Sequence[bool]:
+        """Collective: the flags that some rank has raised, beside those of the steps; waits for the answer."""
+        return flags
+
+
+class RankStopVotes(StopVotes):
+    """The votes of several ranks.
 
     On CPUs it is read in the same step, and where a vote would take as long as a step there is one at every so many of
     them. Beside a GPU it is asked in one step and read in the next: it travels while the host goes on, and no step
@@ -140,16 +162,13 @@ class StopVotes:
         self._place = place
         # Beside a GPU a vote costs no time. One of two steps: a vote is what hears of a rank that hangs before the host
         # waits for the GPU, where nothing but NCCL's watchdog would end it.
-        # A process alone need ask nobody: what is raised is the answer, at each step.
-        alone = place.world.size == 1
-        self._delay = 0 if alone or place.device.type == "cpu" else 1  # steps from asking to reading
-        self._most = 1 if alone else MAX_VOTE_STEPS if place.device.type == "cpu" else 2
+        self._delay, self._most = (0, MAX_VOTE_STEPS) if place.device.type == "cpu" else (1, 2)
         # steps from the last answer to the next; how many of them are still to come
         self._apart = self._left = 1 + self._delay
         self._since = -inf  # nothing is known about steps until the second vote
 
+    @override
     def ask(self, *flags: bool) -> None:
-        """Collective where a vote is due, called in each step: start asking which flags any rank has raised."""
         self._flags = (False,) * len(flags)
         self._left -= 1
         if self._left == self._delay:
@@ -157,16 +176,16 @@ class StopVotes:
             self._vote = self._begin((now - self._since) / self._apart, *flags)  # how long a step took, and the flags
             self._since = now
 
+    @override
     def read(self) -> Sequence[bool]:
-        """The flags that some rank had raised, the same on every rank; none of them where there was no vote."""
         if self._left:
             return self._flags
         slowest, *flags = self._vote.read()
         self._apart = self._left = max(1 + self._delay, min(self._most, int(VOTE_INTERVAL / slowest)))
         return [bool(flag) for flag in flags]
 
+    @override
     def now(self, *flags: bool) -> Sequence[bool]:
-        """Collective: the flags that some rank has raised, beside those of the steps; waits for the answer."""
         return [bool(flag) for flag in self._begin(*flags).read()]
 
     def _begin(self, *numbers: float) -> PendingMaximum:

@@ -36,8 +36,9 @@ class StepTimer:
         self._apart = 1  # steps from one measurement of the processors' time to the next
 
     def _reset(self) -> None:
-        # by phase, since the second step began: seconds of the clock, and those in which this process stood still
-        self.elapsed, self.stalled = (dict.fromkeys(PHASES, 0.0) for _ in range(2))
+        # since the second step began, in seconds
+        self.elapsed = dict.fromkeys(PHASES, 0.0)  # by phase, of the clock
+        self.stalled = 0.0  # in which this process stood still, in steps
         self.cpu_seconds = 0.0  # of all processors, in forward and backward
 
     @property
@@ -53,6 +54,9 @@ class StepTimer:
     def step(self) -> None:
         """A step begins: the time since the last one ended was spent on its data."""
         self.lap("data")
+        stalled = self._stall_clock.seconds
+        self.stalled += stalled - self._last_stalled
+        self._last_stalled = stalled
         self.steps += 1
         if self.steps == 2:
             self._reset()
@@ -70,11 +74,15 @@ class StepTimer:
 
     def lap(self, phase: str) -> None:
         """The end of a phase: the time since the last lap was spent on it."""
-        now, stalled = perf_counter(), self._stall_clock.seconds
+        now = perf_counter()
         self.elapsed[phase] += now - self._last
-        self.stalled[phase] += stalled - self._last_stalled
-        self._last, self._last_stalled = now, stalled
+        self._last = now
         self.phases_done += 1
+
+    def lap_between(self, phase: str) -> None:
+        """The end of an evaluation or a save. A rank that stood still in it has held up no step."""
+        self.lap(phase)
+        self._last_stalled = self._stall_clock.seconds
 
 
 # ----------------------------------------------------------------------------------------------------------- stalls
@@ -150,8 +158,8 @@ class StragglerCheck:
         """Collective, at a line: begin to tell the main rank what this one has spent since the last line."""
         # the processors' time says how slow a CPU is; beside a GPU it says nothing, because waiting for it costs time
         computed = timer.cpu_seconds / torch.get_num_threads() if self._on_cpu else 0.0
-        stalled, elapsed = (sum(seconds[phase] for phase in STEP_PHASES) for seconds in (timer.stalled, timer.elapsed))
-        now = self._before.new_tensor([stalled, timer.elapsed["data"], computed, elapsed, timer.measured])
+        elapsed = sum(timer.elapsed[phase] for phase in STEP_PHASES)
+        now = self._before.new_tensor([timer.stalled, timer.elapsed["data"], computed, elapsed, timer.measured])
         now *= timer.measured > 0  # after the first step the timer begins anew
         spent, self._before = now - self._before, now
         self._pending = self._ranks.gather(spent)  # all ranks; 40 bytes of each to the main one

@@ -219,7 +219,7 @@ class CheckpointManager:
 
     def is_best(self, metrics: dict[str, float] | None) -> bool:
         """Are these metrics better than those of every checkpoint so far? The same answer on every rank."""
-        return metric_rank(metrics, self.best) > self._best_rank
+        return metrics is not None and metric_rank(metrics, self.best) > self._best_rank
 
     def improves(self, metrics: dict[str, float]) -> bool:
         """The same by the metric alone: where it stays equal, a loss that goes on falling improves nothing."""
