@@ -72,3 +72,14 @@ def test_what_cannot_be_one_graph_is_refused() -> None:
             model = strategy.build(Plain(), network.double(), example)
             with pytest.raises(Refusal, match=said):
                 model.optimizer(make, [{"params": list(network.parameters())}])
+
+
+def test_weights_of_a_task_that_could_learn_are_refused() -> None:
+    task, network = Plain(), NETWORKS["small"]().double()
+    task.teacher = nn.Linear(CLASSES, CLASSES)  # type: ignore[attr-defined]
+    with Single(machine=Machine(device="cpu", compile=CompileSettings("step"))) as strategy:
+        model = strategy.build(task, network, (torch.randn(2, WIDTH), torch.tensor([0, 1])))
+        with pytest.raises(Refusal, match=r"teacher\.weight, teacher\.bias: .* requires_grad_\(False\)"):
+            model.optimizer(lambda groups: torch.optim.SGD(groups, 0.1), [{"params": list(network.parameters())}])
+        task.teacher.requires_grad_(False)  # type: ignore[attr-defined]
+        model.optimizer(lambda groups: torch.optim.SGD(groups, 0.1), [{"params": list(network.parameters())}])

@@ -20,6 +20,7 @@ from typing_extensions import override
 from trainer.data.nested_tensors import tensors
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.optimizer import Groups, Make
+from trainer.learning.task import learning_task_weights, refuse_task_gradients
 from trainer.messages import Refusal, format_names
 from trainer.parallel.compile import Compiler
 from trainer.parallel.gradient_clipping import global_norm
@@ -39,7 +40,7 @@ class CompiledStepModel(ParallelModel):
 
     @override
     def optimizer(self, make: Make, groups: Groups) -> Optimizer:
-        """Build the optimizer; Refusal where its update, or the network, cannot be part of the graph."""
+        """Build the optimizer; Refusal where its update, the network or the task cannot be part of the graph."""
         optimizer = make(groups)
         if type(optimizer) not in _UPDATES or any(group.get("dampening") for group in groups):
             raise Refusal(
@@ -58,6 +59,8 @@ class CompiledStepModel(ParallelModel):
                 f"compile.mode=step: it is not sure that these parameters get a gradient in each step:"
                 f" {format_names(unsure, 5)}; leave them out (model.freeze), or use compile.mode=default"
             )
+        # a graph gives its gradients to the network's weights alone: nothing would show that these get some as well
+        refuse_task_gradients(self.task, [*learning_task_weights(self.task, self.network)])
         assert isinstance(self.compiler, Compiler)
         # between steps nothing changes but tensors: to ask in each whether Python is as it was takes longer than a step
         options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
