@@ -226,7 +226,7 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
         wrong["compile.scope"] = (
             f"compile.scope={parsed.compile.scope} and {compiled}: the whole step is one graph; leave compile.scope out"
         )
-    if parsed.compile.mode == "step" and loop.histograms_every is not None:
+    if parsed.compile.mode == "step" and loop.histograms_every:
         wrong["loop.histograms_every"] = (
             f"loop.histograms_every={written.get('loop.histograms_every')} and {compiled}: gradients are never outside"
             " of the graph; leave loop.histograms_every out, or set compile.mode=default"
