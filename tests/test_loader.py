@@ -297,6 +297,9 @@ def test_small_batches_of_tensors_are_indexed_many_at_once_with_the_same_bits(wi
         assert all(torch.equal(got, column[indices]) for got, column in zip(batch, columns, strict=True))
         # or a product may be rounded in another way than that of a tensor by itself, which a resumed run may have
         assert all(got.data_ptr() % 64 == 0 for got in batch)
+        weight = torch.ones(width, requires_grad=True)
+        batch[0].add_(weight).sum().backward()  # a network may change its inputs in place
+        assert weight.grad is not None
     many = len({batch[0].untyped_storage().data_ptr() for batch in batches}) < len(batches)
     assert many == (width == 16 and rows == 8)
 

@@ -54,7 +54,6 @@ def is_read_by_item(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
 
 
 _MANY_BYTES = 2**18  # of a column that are indexed at once: they stay in the processor's cache until they are needed
-_MANY_LISTS = 32
 _ALIGNED = 64  # bytes, as torch's allocator aligns
 
 
@@ -65,13 +64,11 @@ def _index_columns(columns: Sequence[Tensor], lists: Iterable[Tensor]) -> Iterat
     """
     lists, count = iter(lists), 1
     while some := list(islice(lists, count)):
-        indices = some[0] if len(some) == 1 else torch.cat(some)  # (samples of all these lists,)
+        indices, sizes = torch.cat(some), [each.numel() for each in some]  # (samples of all these lists,)
         read = [column.index_select(0, indices.to(column.device)) for column in columns]
-        if len(some) == 1:
-            yield read
-        else:
-            sizes = [each.numel() for each in some]
-            yield from map(list, zip(*(column.split(sizes) for column in read), strict=True))
+        # detached: of parts that autograd knows as such none may be changed in place by what has a gradient
+        parts = ([part.detach() for part in column.split(sizes)] for column in read)
+        yield from map(list, zip(*parts, strict=True))
         count = _count_lists([column.nbytes // len(some) for column in read])
 
 
@@ -79,9 +76,8 @@ def _count_lists(sizes: Sequence[int]) -> int:
     """How many lists to read at once; sizes: bytes of one list in each column."""
     # Cut elsewhere than where torch begins a tensor, products may be rounded in another way, and a resumed run cuts
     # at other places.
-    if any(size % _ALIGNED for size in sizes):
-        return 1
-    return max(1, min(_MANY_LISTS, _MANY_BYTES // max(1, *sizes)))
+    is_aligned = not any(size % _ALIGNED for size in sizes)
+    return max(1, _MANY_BYTES // max(1, *sizes)) if is_aligned else 1
 
 
 class _ItemReader:

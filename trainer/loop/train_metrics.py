@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import Batch, digest_indices
-from trainer.parallel.buckets import PendingSums, to_accumulator
+from trainer.parallel.buckets import PendingSums, to_accumulator, to_summand
 from trainer.records.checkpoint.manager import CheckpointManager, NonFiniteSave
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
@@ -47,10 +47,8 @@ class TrainMeter:
         `loss` is added to the mean over steps, as the loss of so many `steps` (0 if the step was left out).
         """
         self._last = parts
-        # in float64 if the device has it: thousands of bf16 losses would lose their digits; on a CPU nobody waits for
-        # a number, and Python adds in a tenth of the time
-        number: Any = loss.tolist() if loss.is_cpu else to_accumulator(loss)
-        self._sum += number
+        # in float64 if the device has it: thousands of bf16 losses would lose their digits
+        self._sum += to_summand(loss)
         self._steps += steps
         self._timed += 1
         self._tokens += tokens
@@ -61,7 +59,7 @@ class TrainMeter:
         """Collective: begin a line about the step just done. It is read a step later, when its numbers have arrived."""
         indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank in the step,)
         counts = {"sample_digest": digest_indices(indices), "tokens": torch.tensor(self._tokens)}
-        sums = {**self._last, "loss_mean": self._sum / self._steps, **counts}
+        sums = {**self._last, "loss_mean": to_accumulator(self._sum) / self._steps, **counts}
         # the data ranks; a few numbers. The norm is the same on all ranks already
         totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
         elapsed = perf_counter() - self._since

@@ -134,3 +134,9 @@ def to_accumulator(value: Tensor | float) -> Tensor:
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     kind = accumulation_dtype(value.device) if value.dtype.is_floating_point else torch.int64
     return value if value.dtype == kind else value.to(kind)
+
+
+def to_summand(value: Tensor) -> Tensor | float:
+    """A loss (0-d) as it is added up: as `to_accumulator` has it, but on a CPU, where nobody waits, as a float."""
+    number: Any = value.tolist() if type(value) is Tensor and value.is_cpu else None  # a fake tensor has no value
+    return to_accumulator(value) if number is None else number

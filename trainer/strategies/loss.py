@@ -14,7 +14,7 @@ from trainer.data.nested_tensors import cast_floats, map_tensors, replace_tensor
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.task import Task, loss_weight
 from trainer.messages import Refusal
-from trainer.parallel.buckets import to_accumulator
+from trainer.parallel.buckets import to_accumulator, to_summand
 from trainer.parallel.float8_linear import convert_to_float8
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.machine import Machine
@@ -194,7 +194,8 @@ def evaluation_sums(
     loss, weight = total_loss(call(task.loss, output, targets)), loss_weight(task, targets, samples)
     # a number that the host knows stays there: it costs no kernel
     weight = _as_device_tensor(loss.device, weight) if isinstance(weight, Tensor) else weight
-    sums: dict[str, Tensor | float] = {"loss": to_accumulator(loss) * weight, "weight": weight, "samples": samples}
+    summand = to_accumulator(loss) if isinstance(weight, Tensor) else to_summand(loss)
+    sums: dict[str, Tensor | float] = {"loss": summand * weight, "weight": weight, "samples": samples}
     return {name: to_accumulator(value) for name, value in task.metrics(output, targets).items()} | sums
 
 

@@ -54,9 +54,8 @@ class StepTimer:
     def step(self) -> None:
         """A step begins: the time since the last one ended was spent on its data."""
         self.lap("data")
-        stalled = self._stall_clock.seconds
-        self.stalled += stalled - self._last_stalled
-        self._last_stalled = stalled
+        before, self._last_stalled = self._last_stalled, self._stall_clock.seconds
+        self.stalled += self._last_stalled - before
         self.steps += 1
         if self.steps == 2:
             self._reset()
