@@ -21,11 +21,12 @@ class Causal(nn.Module):
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """(B, heads, T, head), and (B, groups, S, head) of these T tokens and those before: (B, heads, T, head)."""
         own, seen = queries.shape[2], keys.shape[2]
+        # two branches: is_causal must be a bool, which `own == seen` is not where torch.export traces free sizes
+        if own == seen:
+            return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=self._grouped)
         # one token alone sees all that are there; several behind others need to be told
-        mask = _after_others(own, seen, queries.device) if 1 < own < seen else None
-        return scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=own == seen, enable_gqa=self._grouped
-        )
+        mask = _after_others(own, seen, queries.device) if own > 1 else None
+        return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=self._grouped)
 
 
 def _after_others(own: int, seen: int, device: torch.device) -> Tensor:

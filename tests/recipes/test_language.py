@@ -19,8 +19,10 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.recipes.nano import GPT, train
+from trainer.api import build_run
 from trainer.data.sampler import EpochOrder
 from trainer.jobs.generate import Generate
+from trainer.jobs.trained_run import load_network, select_checkpoint
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -190,6 +192,21 @@ def test_a_run_exports_to_transformers_and_begins_with_their_weights(folder: Pat
         firsts.append([line["loss_hex"] for line in lines(again) if line["kind"] == "train"])
     assert firsts[0] == firsts[1]
     assert "not there" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["gpt_nano", "llama"])
+def test_an_exported_program_takes_other_batches_and_lengths(model: str, tmp_path: Path) -> None:
+    small = ["model.width=32", "model.depth=2", "data.length=16", "loop.global_batch=8"]
+    small += ["model.heads=4", "model.groups=2", "model.inner=48"] if model == "llama" else []
+    words = [f"model={model}", "data=synthetic_tokens", *small, "loop.steps=2", "run.dir=run"]
+    assert product(Launch(), tmp_path, words) == 0
+    assert product(Launch(), tmp_path, ["run.dir=run", "job=export", "job.format=pt2"]) == 0
+    program = torch.export.load(tmp_path / "run" / "export" / "model.pt2").module()
+    run = build_run(["job=export", f"run.dir={tmp_path}/run", "device=cpu"], Launch())
+    own = load_network(run, select_checkpoint(run, "best").path, average=False)
+    for batch, length in ((2, 16), (1, 16), (5, 7), (3, 1)):
+        tokens = torch.randint(256, (batch, length))
+        torch.testing.assert_close(program(tokens), own(tokens), rtol=0, atol=1e-5)
 
 
 def prepared(place: Path, *words: str) -> str:
