@@ -40,6 +40,9 @@ class FakeGroup(Group):
 
     def max_values(self, numbers: Sequence[int]) -> list[int]:
         """The numbers of this rank."""
+        if numbers:
+            largest = torch.empty(len(numbers), dtype=torch.uint8)
+            dist.all_reduce(largest, group=self.group)  # these ranks; a byte a number
         return list(numbers)
 
     def vote(self, numbers: Sequence[float], patience: timedelta) -> PendingMaximum:
@@ -63,7 +66,8 @@ class FakeGroup(Group):
 
         def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             gradients: torch.futures.Future[Tensor] = torch.futures.Future()
-            dist.all_reduce(bucket.buffer(), group=self.group)  # these ranks; a bucket of gradients
+            # a hook halves the bytes; these ranks; a bucket of gradients
+            dist.all_reduce(bucket.buffer() if hook is None else bucket.buffer().half(), group=self.group)
             gradients.set_result(bucket.buffer())
             return gradients
 
