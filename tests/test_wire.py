@@ -1,4 +1,4 @@
-"""Bytes on the wire in a step: those that a plan counts, those that the algorithm needs, those that are sent."""
+"""Bytes on the wire in a step: as many as planned, as many as the algorithm needs; and when gradients leave."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.profiler import profile
 from tests.commands import TRANSFORMER
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.test_plan import DECODER, plan
 from trainer.api import build_run
 from trainer.launch.rendezvous import Launch
@@ -196,3 +197,28 @@ def as_gloo_sends(row: dict[str, Any]) -> dict[str, int]:
         op = {"reduce-scatter": "all-reduce"}.get(each["op"], each["op"])
         given[op] += each["bytes"] // each["ranks"] if op == "all-gather" else each["bytes"]
     return dict(given)
+
+
+# strategy → the operator that sends gradients, and how many of its calls must come while the backward still runs: of
+# four blocks, each a unit, or of buckets of up to 1 MiB of 3.2 MB, but for the last one (of each owner)
+SENDS_GRADIENTS = {
+    "ddp strategy.bucket_mb=1": ("c10d::allreduce_", 3),
+    "zero1 strategy.bucket_mb=1": ("c10d::reduce_", 2),
+    "fsdp": ("c10d::_reduce_scatter_base_", 4),
+}
+
+
+def called_before_the_backward_ends(launch: Launch, place: Path, arguments: list[str], name: str) -> int:
+    """How often this operator was called between the first and the last operator of a step's backward."""
+    events = sorted(trace(launch, place, arguments), key=lambda event: event.get("ts", 0))
+    nodes = [event["ts"] for event in events if event["name"].startswith("autograd::engine::evaluate_function")]
+    return sum(nodes[0] < event["ts"] < nodes[-1] for event in events if event["name"] == name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", quickly(SENDS_GRADIENTS, "ddp strategy.bucket_mb=1"))
+def test_gradients_leave_while_the_backward_still_runs(processes: Processes, tmp_path: Path, strategy: str) -> None:
+    network = ("model=vit_tiny", "model.width=128", "model.heads=4", "model.depth=4", "loop.global_batch=8")
+    name, least = SENDS_GRADIENTS[strategy]
+    run = [*network, *f"strategy={strategy}".split(), "run.dir=run"]
+    assert min(processes.run(2, called_before_the_backward_ends, tmp_path, run, name)) >= least
