@@ -90,6 +90,17 @@ def ledger_of(mode: FakeRunMode, traffic: Traffic, on_cpu: bool) -> Ledger:
     return Ledger(mode, traffic, Work(DEVICES["cpu"]), on_cpu)
 
 
+def test_a_gpu_puts_many_pieces_together_by_few_kernels() -> None:
+    seconds = {}
+    for device in ("cpu", "h100"):
+        mode, work = FakeRunMode(), Work(DEVICES[device])
+        with mode, Ledger(mode, Traffic(1), work, on_cpu=device == "cpu"):
+            torch.cat([torch.empty(1)] * 1024)
+        seconds[device] = sum(work.take().values())
+    assert seconds["cpu"] >= 1024 * DEVICES["cpu"].launch_us * 1e-6
+    assert seconds["h100"] < 10 * DEVICES["h100"].launch_us * 1e-6
+
+
 def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
     wide = ("model.width=1024", "model.depth=1", "loop.global_batch=128")
     facts, screen = plan(tmp_path, *wide, "job.processes=[1024]", "job.device=h100", "job.strategies=[ddp,fsdp,hsdp]")
@@ -98,7 +109,7 @@ def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
     assert fsdp["by_kind"]["optimizer"] < ddp["by_kind"]["optimizer"] / 10
     # no parameter is padded to many times its size: what is gathered is never more than there is
     assert fsdp["by_kind"]["weights"] + fsdp["by_kind"]["gathered"] < 2 * ddp["by_kind"]["weights"]
-    assert ddp["wire"]["inside"] == 0 < ddp["wire"]["between"]
+    assert ddp["wire"] == {"inside": 0, "between": round(2 * 1023 / 1024 * ddp["by_kind"]["weights"])}
     # gathered inside a machine of eight, averaged between 128 of them
     hsdp = rows["strategy=hsdp strategy.replicate=128 loop.global_batch=1024"]
     assert hsdp["wire"]["between"] < hsdp["wire"]["inside"]

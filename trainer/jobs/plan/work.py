@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import ceil
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from trainer.data.nested_tensors import tensors
@@ -39,6 +41,7 @@ _KINDS = {
     **dict.fromkeys(_COPIES, "copy"),
     "_fused_": "optimizer",
 }
+CAT_BATCH = 128  # tensors that torch puts together by one kernel of a GPU
 
 
 class Work:
@@ -69,6 +72,8 @@ class Work:
         moved = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in touched}.values())
         # one that takes a list of tensors is a kernel for each of them, one after another
         calls = max(1, len(args[0])) if args and isinstance(args[0], list | tuple) and not flops else 1
+        if func.overloadpacket is torch.ops.aten.cat and not self._device.is_host:
+            calls = ceil(calls / CAT_BATCH)
         self.operators += calls
         kind = operator_kind(func, args)
         self._seconds[phase] += calls * self._device.seconds(kind, flops / calls, moved / calls, touched[0].dtype)
