@@ -408,6 +408,28 @@ class TestProcess:
         assert said in done.stdout
         assert len(done.stdout.splitlines()) <= 12
 
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("model=resnet81", "model=resnet81: there is no such option; did you mean 'resnet18' or 'resnet50'?"),
+            ("loop.stepz=3", "loop.stepz: there is no such key or group; did you mean loop.steps?"),
+            ("strategy=ddp optimizer.lr=abc", "optimizer.lr=abc: expected a number"),
+            ("loop.steps=abc", "loop.steps=abc: expected a whole number of at least 1 or null"),
+            ("loop.steps=3=4", "loop.steps=3=4: this cannot be read; quote values with spaces or signs"),
+            ("loop.steps=3,4", "loop.steps=3,4: several values mean several runs: add -m"),
+            ("--epochs=3", "--epochs: keys are written as KEY=VALUE, without dashes; write loop.epochs=3"),
+            ("processes=2 data.size=1", "data.size: there is no such key or group"),
+            ("-m loop.stepz=1,2", "loop.stepz: there is no such key or group; did you mean loop.steps?"),
+        ],
+    )
+    def test_the_program_refuses_a_word_before_it_imports_torch(self, tmp_path: Path, words: str, said: str) -> None:
+        command = [sys.executable, "-X", "importtime", "-m", "trainer", *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        imported = re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)
+        assert (done.returncode, "hydra" in imported, "torch" in imported) == (2, True, False)
+        assert said in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
     def test_help_lists_a_lab_s_options(self, lab: Path, tmp_path: Path) -> None:
         assert "unet" in process("--config-dir", "lab/conf", "--help", cwd=tmp_path).stdout
 
