@@ -53,6 +53,19 @@ print(PreforkedProcess(print)._process.pid, flush=True)
 os._exit(0)
 """
 
+IMPORTS = """
+import gc, sys
+from trainer.__main__ import _import_run_modules
+from trainer.configuration.compose import compose
+searches = []
+gc.callbacks.append(lambda phase, info: searches.append(phase))
+cfg = compose(["model=mlp"])
+searches.clear()
+_import_run_modules(cfg)
+assert not searches and gc.isenabled() and gc.get_freeze_count() > 100_000
+assert {"torch._dynamo", "trainer.jobs.run_parts", "recipes.vision.digits"} < sys.modules.keys()
+"""
+
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -62,6 +75,11 @@ def test_a_forked_process_ends_as_a_started_one_does() -> None:
     ended = python(ENDS)
     assert ended.stdout == "all\n", ended.stderr
     assert ended.stderr.count("ValueError: of the function") == 1
+
+
+def test_what_is_imported_is_not_searched_for_garbage_then_or_later() -> None:
+    ended = python(IMPORTS)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_spare_process_runs_its_words_in_their_environment_once() -> None:

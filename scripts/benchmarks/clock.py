@@ -36,7 +36,7 @@ class Clock:
 
     def _read(self) -> None:
         if not self._walls:
-            self._first = time.time()
+            self._first, self._first_cpu = time.time(), time.process_time()
         self._walls.append(time.perf_counter())
         if len(self._walls) in (self._young + 1, self._steps):
             self._cpus.append(time.process_time())
@@ -63,6 +63,7 @@ class Clock:
         walls = self._walls[self._young : self._steps]
         figures = {
             "first": self._first - float(os.environ["BENCH_START"]),  # seconds from the command to the first step
+            "first_cpu": self._first_cpu,  # seconds of the processors, all threads; other work adds less to them
             "step": 1e6 * median(after - before for before, after in pairwise(walls)),  # microseconds
             "cpu": 1e6 * (self._cpus[-1] - self._cpus[0]) / (len(walls) - 1),  # microseconds, the mean
             "evaluation": 1e6 * evaluation / batches,  # microseconds a batch

@@ -16,6 +16,7 @@ COLUMNS = {  # figure → its heading
     "cpu": "step, µs of CPU",
     "evaluation": "evaluation, µs a batch",
     "first": "start to first step, s",
+    "first_cpu": "start to first step, s of CPU",
     "memory": "peak memory, MiB",
 }
 WIDTH, LEFT, RIGHT, TOP, LINE = 880, 150, 40, 92, 34  # pixels
@@ -44,7 +45,7 @@ def cell(rows: Sequence[Row], peer: str, name: str) -> str:
     """A median, and its ratio to raw."""
     value = median(row["figures"][name] for row in rows if row["peer"] == peer and "figures" in row)
     quotient = ratio(rows, peer, name)
-    return f"{value:,.{2 if name == 'first' else 0}f}" + (f" ({quotient:.2f})" if quotient else "")
+    return f"{value:,.{2 if name.startswith('first') else 0}f}" + (f" ({quotient:.2f})" if quotient else "")
 
 
 def ratio(rows: Iterable[Row], peer: str, name: str) -> float | None:
