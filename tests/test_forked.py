@@ -55,13 +55,13 @@ os._exit(0)
 
 IMPORTS = """
 import gc, sys
-from trainer.__main__ import _import_run_modules
+from trainer.__main__ import _import_for_ranks
 from trainer.configuration.compose import compose
 searches = []
 gc.callbacks.append(lambda phase, info: searches.append(phase))
 cfg = compose(["model=mlp"])
 searches.clear()
-_import_run_modules(cfg)
+_import_for_ranks(cfg)
 assert not searches and gc.isenabled() and gc.get_freeze_count() > 100_000
 assert {"torch._dynamo", "trainer.jobs.run_parts", "recipes.vision.digits"} < sys.modules.keys()
 """

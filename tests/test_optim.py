@@ -16,7 +16,13 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import refuse_frozen
-from trainer.learning.optimizer import fused_argument, init_momentum, parameter_groups, should_spare_vectors
+from trainer.learning.optimizer import (
+    fused_argument,
+    init_momentum,
+    parameter_groups,
+    should_spare_vectors,
+    without_compiler,
+)
 from trainer.messages import Refusal
 
 
@@ -211,3 +217,23 @@ def test_a_rate_that_is_no_number_is_refused_whoever_takes_it(home: Path, rate: 
     own = ["optimizer=torch", "optimizer._target_=tests.test_optim.Loose", f"optimizer.lr={rate}", "schedule=plateau"]
     with pytest.raises(Refusal, match=f"optimizer.lr={rate}: expected a number"):
         losses(home, "no", "model=late", *own)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_class_without_the_compiler_steps_as_torchs_own_to_the_bit(kind: Any) -> None:
+    values, calls = [], []
+    for each in (kind, without_compiler(kind)):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 7))
+        optimizer = each([parameter], lr=0.1, weight_decay=0.1)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        for _ in range(3):
+            optimizer.zero_grad()
+            (parameter**3).sum().backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        values.append(parameter.tolist())
+        assert isinstance(optimizer, kind)
+        assert repr(optimizer).startswith(kind.__name__)
+    assert values[0] == values[1]
+    assert calls == ["pre", "post"] * 6

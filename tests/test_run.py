@@ -37,6 +37,15 @@ def test_from_the_command_line_to_a_step_there_are_six_calls(tmp_path: Path) -> 
     assert (tmp_path / "calls").read_text() == "main __call__ fit train_step optimizer_step step"
 
 
+def test_one_process_does_not_import_the_compiler(tmp_path: Path) -> None:
+    python, *rest = single(*WORDS, "device=cpu", "ema.decay=0.9", "loop.max_norm=1", "run.dir=run")
+    imported = set(
+        re.findall(r"^import time:.*\| +(\S+)$", finish([python, "-X", "importtime", *rest], tmp_path), re.M)
+    )
+    assert "torch.optim.adamw" in imported
+    assert not {"torch._dynamo", "torch._inductor"} & imported
+
+
 def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,7 +68,7 @@ def main() -> None:
         else:
             with failure.sys_exit_as_error():  # of a lab, as it is imported or its data are read
                 runner = _program_runner(cfg, launch)
-                _import_run_modules(cfg)
+                _import_for_ranks(cfg) if launch.world_size > 1 else _import_run_modules(cfg)
                 parts = build_decided_run(arguments, launch, cfg, runner)
                 if isinstance(runner, PreforkedProcess) and not needs_reference(cfg):
                     runner.dismiss()  # all that was to be planned has been
@@ -93,7 +93,7 @@ def _fork_rank(
     """A ProcessStarter that forks this process: it imports once what all ranks need."""
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]  # OpenMP reads it once, as torch is imported
-    _import_run_modules(cfg)
+    _import_for_ranks(cfg)
     # a rank that is started again has no imports to wait for
     age = process_age() if environment["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0
 
@@ -126,15 +126,19 @@ def _only_imports() -> Iterator[None]:
 
 
 @_only_imports()
-def _import_run_modules(cfg: DictConfig) -> None:
-    """Import what this run needs and takes seconds: torch, its compiler, the parts of this program that it uses."""
+def _import_for_ranks(cfg: DictConfig) -> None:
+    """Import what one of several ranks needs: also torch's compiler, which DDP and FSDP import."""
     import torch.distributed.fsdp
-    import torch.distributed.tensor
 
+    torch.compiler.disable(len)  # which imports it
+    _import_run_modules(cfg)
+
+
+@_only_imports()
+def _import_run_modules(cfg: DictConfig) -> None:
+    """Import what this run needs and takes seconds: torch, and the parts of this program that it uses."""
     importlib.import_module("trainer.jobs.run_parts")
     resource_paths.make_recipes_importable()
-    # not only the modules: some of torch's are imported at their first use
-    torch.compiler.disable(len)  # torch.optim imports the compiler for it, at the first optimizer
     for node in cfg.values():
         target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
         if target.startswith(("trainer.", "recipes.")):  # a lab may compute as it is imported, or start threads

@@ -17,13 +17,13 @@ from typing import NoReturn
 
 from scripts.control_plane.counting import Ledger, count_collectives, count_store, make_repeatable
 from scripts.control_plane.ranks_as_threads import free_address
-from trainer.__main__ import _import_run_modules, main
+from trainer.__main__ import _import_for_ranks, main
 from trainer.configuration.compose import compose
 
 
 def run_as_processes(size: int, words: Sequence[str], ledgers: Path) -> list[int]:
     """Run the program on so many ranks, and wait for them: their exit codes."""
-    _import_run_modules(compose([*words]))
+    _import_for_ranks(compose([*words]))
     port = free_address().rpartition(":")[2]
     ledgers.mkdir(parents=True, exist_ok=True)
     children = []

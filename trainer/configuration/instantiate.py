@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainer.configuration.allowed_targets import AllowedTargets, qualified_name
 from trainer.configuration.interpolation import flatten_unresolved, format_override
 from trainer.configuration.schema import RESERVED_KEYS
 from trainer.data.data import Data
-from trainer.learning.optimizer import make_trial_optimizer
+from trainer.learning.optimizer import make_trial_optimizer, without_compiler
 from trainer.messages import Refusal, join_problems
 
 # What a data set's yaml says for models to interpolate. It is not passed to a Data that does not name it.
@@ -95,6 +95,8 @@ def make_factory(
     # The first argument is not there yet; everything else is checked now, before any process group.
     first = next(iter(inspect.signature(_group_target(node, kind, where, allowed)).parameters), "")
     call = _plan_group(node, kind, where, allowed, [first, *extra])
+    if issubclass(kind, Optimizer):
+        call = replace(call, target=without_compiler(call.target))
 
     def make(value: Any) -> Any:
         return _execute(call, {first: value, **extra})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from inspect import signature
+from functools import cache, partial
+from inspect import signature, unwrap
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,24 @@ def make_trial_optimizer(make: Callable[[list[nn.Parameter]], Optimizer]) -> Opt
             raise
     # an inner optimizer for everything but matrices got no parameter: give it a vector
     return make(parameters)
+
+
+@cache
+def without_compiler(target: Callable[..., Any]) -> Callable[..., Any]:
+    """A class of torch.optim that leaves torch's compiler alone; anything else as it is.
+
+    torch wraps these methods so that no graph holds them, and imports its compiler for that: a third of a start. A step
+    as one graph does not call them.
+    """
+    if not (isinstance(target, type) and target.__module__.startswith("torch.optim.")):
+        return target
+    kind: Any = target
+    wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    methods: dict[str, Any] = {name: unwrap(getattr(kind, name)) for name in wrapped}
+    # the hooks of a step are not lost: torch puts them around it for each class, as the first of it is made
+    methods |= {"step": torch.no_grad()(unwrap(kind.step))}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**methods, **names})
 
 
 def expose_inner_optimizers(optimizer: Optimizer) -> Optimizer:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
@@ -135,7 +136,8 @@ def without_compile() -> AbstractContextManager[Any]:
 
     A first call of another size would cost a graph that is never used again, and have torch take the size for variable.
     """
-    return torch.compiler.set_stance("force_eager")
+    # where nothing has imported the compiler nothing is compiled, and its import takes a third of a start
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def set_async_tensor_parallel(is_on: bool) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from trainer.data.nested_tensors import tensors
 from trainer.launch.devices import accumulation_dtype
-from trainer.learning.optimizer import Groups, Make
+from trainer.learning.optimizer import Groups, Make, without_compiler
 from trainer.learning.task import learning_task_weights, refuse_task_gradients
 from trainer.messages import Refusal, format_names
 from trainer.parallel.compile import Compiler
@@ -198,4 +198,6 @@ class _AdamUpdate:
             each.add_(1)
 
 
-_UPDATES: dict[type[Optimizer], Any] = {SGD: _SGDUpdate, Adam: _AdamUpdate, AdamW: _AdamUpdate}
+_KINDS = {SGD: _SGDUpdate, Adam: _AdamUpdate, AdamW: _AdamUpdate}
+# as a configuration makes them, too; no class that derives from one of these: its step may be another
+_UPDATES: dict[Any, Any] = _KINDS | {without_compiler(kind): update for kind, update in _KINDS.items()}

@@ -46,6 +46,8 @@ class _GraphFunctionMode(RandomFunctionMode):
     def __init__(self, rng: CompiledSampleRNG) -> None:
         super().__init__(rng)
         self._rng = rng
+        # here and not at the method: it imports the compiler, which takes a second
+        self._leave_graph = torch.compiler.disable(self._outside_graph)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,7 +58,7 @@ class _GraphFunctionMode(RandomFunctionMode):
             return super().__torch_function__(func, types, args, kwargs)
         graph = self._rng.graph_draws
         if graph.call is None:  # a module that runs as it is, with a part of it in this graph
-            return self._outside_graph(func, types, args, kwargs)
+            return self._leave_graph(func, types, args, kwargs)
         if func is functional.dropout:
             return sample_dropout(graph, func, *args, **kwargs)
         if func is functional.scaled_dot_product_attention:
@@ -69,13 +71,12 @@ class _GraphFunctionMode(RandomFunctionMode):
             operator = _GRAPH_FUNCTIONS[func]
             return REPLACEMENTS[operator](draw, operator, *args, **kwargs)
         # a random function that is rare: the graph ends here, and it runs as without compile
-        return self._outside_graph(func, types, args, kwargs)
+        return self._leave_graph(func, types, args, kwargs)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:
             return function(*args, **kwargs)
 
-    @torch.compiler.disable
     def _outside_graph(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return RandomFunctionMode.__torch_function__(self, func, types, args, kwargs)
 

@@ -93,19 +93,22 @@ class TensorParallelRNG:
 
     def watch(self, network: nn.Module, plan: Plan) -> None:
         """Change streams where the plan's modules split activations and where they put them together."""
+        if not plan.tensor:
+            return
+        # here and not where they are defined: it imports the compiler, which takes a second
+        to_rank, to_common = torch.compiler.disable(self._to_rank), torch.compiler.disable(self._to_common)
         for key, style in plan.tensor.items():
             before, after = activation_layouts(style)
             for _, module in matching_modules(network, key):
                 if before:
-                    module.register_forward_pre_hook(self._to_rank if _is_split(before) else self._to_common)
+                    module.register_forward_pre_hook(to_rank if _is_split(before) else to_common)
                 if after:
-                    module.register_forward_hook(self._to_rank if _is_split(after) else self._to_common)
+                    module.register_forward_hook(to_rank if _is_split(after) else to_common)
 
     def end_step(self) -> None:
         """A step is over: nobody will recompute any of it."""
         self._left.clear()
 
-    @torch.compiler.disable
     def _to_rank(self, module: nn.Module, *_: Any) -> None:
         if not module.training or self._generator.initial_seed() in self._left:
             return
@@ -115,7 +118,6 @@ class TensorParallelRNG:
         self._generator.manual_seed(seed)
         self._left[seed] = common, self._generator.get_state()
 
-    @torch.compiler.disable
     def _to_common(self, module: nn.Module, *_: Any) -> None:
         seed = self._generator.initial_seed()
         if not module.training or seed not in self._left:
