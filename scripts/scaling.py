@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
 
-from plan_times import run, train
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.plan_times import run, train
 
 STRATEGIES = ("ddp", "zero1", "fsdp")
 SEQUENCES = 8  # of 1,024 tokens for each GPU, however many there are

@@ -81,7 +81,8 @@ def sizes_of(network: Any, n: int) -> Sizes:
     for key, style in (network.plan().tensor if len(blocks) else {}).items():
         for _, layer in matching_modules(network, key):
             by_row = isinstance(style, RowwiseParallel) and isinstance(layer, nn.Linear)  # its bias stays whole
-            split[key.startswith("blocks.")] += layer.weight.nbytes if by_row else bytes_of(layer)
+            weight: Any = layer.weight
+            split[key.startswith("blocks.")] += weight.nbytes if by_row else bytes_of(layer)
     stream = scores = 0
     if len(blocks):
         tokens, head = BATCH * TOKENS[type(network).__name__], network.head
@@ -177,7 +178,7 @@ def test_a_step_sends_the_bytes_that_are_planned_and_that_its_algorithm_needs(
     else:
         asked = [f"job.strategies=[{','.join(strategies)}]"]
     facts, _ = plan(tmp_path, *common[len(network) :], *step, *" ".join(asked).split(), network=network)
-    rows = {row["words"].removeprefix("strategy=") or strategies: row for row in facts["rows"]}
+    rows: dict[Any, Any] = {row["words"].removeprefix("strategy=") or strategies: row for row in facts["rows"]}
     assert isinstance(strategies, str) or {row["strategy"] for row in rows.values()} == {*strategies}
     sizes = sizes_of(build_run([*common, f"run.dir={tmp_path}/run", "device=cpu"], Launch()).make_network(), size)
     for number, (words, row) in enumerate(rows.items()):
