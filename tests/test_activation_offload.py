@@ -199,6 +199,7 @@ SPREAD = {
 QUICK = ("ddp", "fsdp, recomputing", "tp by sequence", "pp, recomputing")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", quickly(SPREAD, *QUICK))
 def test_under_every_strategy_the_run_has_the_same_bits(processes: Processes, where: str) -> None:
     size, network, case = SPREAD[where]
@@ -231,6 +232,7 @@ def test_on_a_simulated_device_no_step_waits_for_what_is_offloaded(tmp_path: Pat
     assert curve(tmp_path / "there", "loss_hex") == curve(tmp_path / "here", "loss_hex")
 
 
+@pytest.mark.long
 def test_a_plan_knows_the_peak_and_the_memory_of_the_host(tmp_path: Path) -> None:
     words = ("job=plan", "run.dir=run", "log=[]", "device=cpu", "job.processes=[1]", "loop.global_batch=512")
     network = ("model=vit_tiny", "model.width=192", "model.heads=4", "model.depth=6", "job.seconds=200")

@@ -73,6 +73,7 @@ def test_what_it_has_left_can_be_used_at_once(place: Path) -> None:
     assert trainer.run(["job=evaluate", "job.checkpoint=last", "run.name=first"]).metrics == result.metrics
 
 
+@pytest.mark.long
 def test_a_refusal_is_an_exception_and_an_error_is_itself(place: Path) -> None:
     (place / "breaking.py").write_text(BREAKS)
     with pytest.raises(trainer.Refusal, match="did you mean 'mlp'") as refused:
@@ -174,6 +175,7 @@ class Own(Classification):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_several_processes_give_back_what_the_first_has(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

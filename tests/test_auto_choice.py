@@ -118,6 +118,7 @@ def environment(place):
     return json.loads((place / "runs/large/environment.json").read_text())
 
 
+@pytest.mark.long
 def test_auto_takes_what_fits_into_a_limit_of_memory(capped, tmp_path):
     screen = capped(TIGHT, [*LARGE, "run.name=large", "loop.eval_every=null", "loop.save_every=null", "loop.steps=11"])
     facts = environment(tmp_path)
@@ -201,6 +202,7 @@ def test_the_rank_with_the_least_memory_decides_for_all_and_one_that_runs_out_en
     assert "Try loop." in screen
 
 
+@pytest.mark.long
 def test_where_not_even_one_sample_fits_the_run_is_refused(capped, tmp_path):
     screen = capped(820 * MIB, [*SLICED, "strategy=single", "loop.steps=2"], code=2)
     assert "loop.micro_batch=auto: nothing fits into " in screen

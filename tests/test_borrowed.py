@@ -57,6 +57,7 @@ ALL = [(name, strategy) for name in [*PLAIN, "Adafactor", "Muon"] for strategy i
 UNABLE = [("Adafactor", "fsdp"), ("Rprop", "fsdp")]  # the second on torch 2.11 only
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "strategy"), quickly([one for one in ALL if one not in UNABLE], *FEW))
 def test_an_optimizer_has_one_curve_and_goes_on_to_the_bit(
     tmp_path: Path, processes: Processes, name: str, strategy: str
@@ -83,6 +84,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_told_who_keeps_them(tmp_pat
         assert said.endswith("strategy=zero1 and ddp keep each of them whole")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

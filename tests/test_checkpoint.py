@@ -635,6 +635,7 @@ store.save(1, {"weight": torch.ones(9), "optimizer/weight/m": torch.ones(9)}, {}
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_everything_is_on_the_disk_before_the_name_is(tmp_path):
     trace = ["strace", "-f", "-y", "-qq", "-e", "trace=fsync,rename,renameat,renameat2", "-o", str(tmp_path / "trace")]

@@ -84,6 +84,7 @@ def test_a_set_with_other_classes_is_refused_with_both_lists(run: Path, names: d
         here(f"job={job}", "run.dir=run", f"data.root={other}")
 
 
+@pytest.mark.long
 def test_an_export_says_the_classes_that_its_checkpoint_has_learned(run: Path) -> None:
     other, card = colours(Path("two"), {"bee": "bee", "cat": "cat"}), run / "export" / "model.json"
     for words in (

@@ -277,6 +277,7 @@ def test_a_run_stops_when_it_was_told_to_and_the_printed_command_goes_on(place):
     assert len(curve(folder)) == status(folder)["step"] > first["step"]
 
 
+@pytest.mark.long
 def test_one_run_a_folder_and_a_signal_that_ends_it(place):
     folder = place / "runs" / "busy"
     command = Command(named("busy", steps=10**6), place)

@@ -179,6 +179,7 @@ def test_an_evicted_pod_waits_for_the_run_to_save(entrypoint: tuple[list[str], d
 # ----------------------------------------------------------------------------------------------------------------- docs
 
 
+@pytest.mark.long
 def test_the_words_in_the_docs_are_taken() -> None:
     text = (ROOT / "docs" / "clusters.md").read_text()
     commands = re.findall(r"`([^`\n]*-m trainer [^`\n]*)`", text) + re.findall(r"^(.*-m trainer -m .*?)  ", text, re.M)

@@ -433,6 +433,7 @@ class TestProcess:
     def test_help_lists_a_lab_s_options(self, lab: Path, tmp_path: Path) -> None:
         assert "unet" in process("--config-dir", "lab/conf", "--help", cwd=tmp_path).stdout
 
+    @pytest.mark.long
     def test_completion_knows_how_the_program_is_started(self, tmp_path: Path) -> None:
         done = process("-sc", "query=bash", cwd=tmp_path, COMP_LINE="python -m trainer strategy=dd")
         assert done.stdout.split() == ["strategy=ddp", "strategy=ddp_cp", "strategy=ddp_pp", "strategy=ddp_tp"]

@@ -94,6 +94,7 @@ def test_a_u_net_that_cannot_be_read_is_refused_for_what_skips_a_cut() -> None:
         cut(Levels(looks=True), 2, example=({"x": torch.randn(2, 1, 8, 8)}, None))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_cut_and_stays_the_same_function(recipe: str, count: int) -> None:

@@ -45,6 +45,7 @@ def words(place: Path, steps: int, *more: str) -> list[str]:
     return [*SMALL, *data, *own, f"run.dir={place / 'run'}", *more]
 
 
+@pytest.mark.long
 def test_other_samples_than_before_are_refused_until_they_are_accepted(place: Path) -> None:
     first = place / "set" / "train" / "a"
     assert here(*words(place, 2)) == 0

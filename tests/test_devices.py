@@ -74,6 +74,7 @@ def not_setting_up(findings: Sequence[Any], *also: str) -> list[Any]:
     return [one for one in findings if not once & set(one[2])]
 
 
+@pytest.mark.long
 def test_auto_takes_what_torch_finds_and_the_curve_is_that_of_the_cpu(ran, tmp_path, monkeypatch):
     place, told = ran
     monkeypatch.chdir(tmp_path)

@@ -72,6 +72,7 @@ def test_every_operator_that_is_timed_runs_in_the_types_of_a_gpus_run(device: st
             kernel.call()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_measures_all_on_four_ranks_whatever_the_model_and_the_data_are(tmp_path: Path) -> None:
     words = ("data=imagefolder", "data.root=nowhere", "model=vit_tiny", "model.width=7")
@@ -264,6 +265,7 @@ def examine_changed(launch: Launch, place: Path, changes: dict[int, dict[str, An
         return product(launch, place, list(QUICK))
 
 
+@pytest.mark.long
 def test_what_differs_is_named_with_its_rank(processes: Any, tmp_path: Path) -> None:
     other = {"python": "3.0.0", "platform": "Plan9", "packages": {"torch": "0.1"}}
     changes = {"host_facts.software_versions": other}
@@ -309,6 +311,7 @@ def elsewhere(launch: Launch, place: Path) -> int:
         return product(launch, place, list(QUICK))
 
 
+@pytest.mark.long
 def test_a_folder_that_is_not_shared_is_an_error(processes: Any, tmp_path: Path) -> None:
     assert processes.run(2, elsewhere, tmp_path) == [1, 1]
     (error,) = (each for each in errors(tmp_path / "runs") if "wrote" in each["what"])  # a busy machine may have others

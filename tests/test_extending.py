@@ -49,6 +49,7 @@ def train(launch: Launch, home: Path, *words: str) -> Any:
             del sys.modules[name]
 
 
+@pytest.mark.long
 def test_the_lab_ends_with_the_figure_that_the_page_names(home: Path, processes: Processes) -> None:
     said = re.search(r"completed   step 300, rms ([\d.]+)", (DOCS / "extending.md").read_text())
     assert said is not None
@@ -192,6 +193,7 @@ def stored(folder: Path) -> list[str]:
     return [name for file in newest.glob("*.safetensors") for name in load_file(file)]
 
 
+@pytest.mark.long
 def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, processes: Processes) -> None:
     def two(name: str, strategy: str, *words: str) -> Path:
         assert processes.run(2, train, home, f"run.dir={name}", f"strategy={strategy}", *words) == [0, 0]

@@ -143,6 +143,7 @@ FAULTS = [('raise ValueError("no such sample: 7")', 0, "ValueError: no such samp
 FAULTS += [("os.kill(os.getpid(), signal.SIGKILL)", 1, KILLED)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "speaks", "reason"), quickly(FAULTS, FAULTS[0]))
 def test_a_store_that_goes_with_the_main_rank_makes_nobody_silent_or_speak_twice(tmp_path, fault, speaks, reason):
     code = GROUP.replace("launch.rank == 1", "launch.rank == 0").replace("FAULT", fault)

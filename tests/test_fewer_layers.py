@@ -90,6 +90,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quickly(SPREAD, "gpt fsdp", "vit pp"))
 def test_a_shorter_network_is_proven_under_every_strategy(processes: Processes, home: Path, name: str) -> None:
     network, size, strategy, own = SPREAD[name]
@@ -125,12 +126,14 @@ LISTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_list_is_cut_where_the_forward_can_do_without(home: Path, kind: str) -> None:
     record = short(home, [*NET, "model=deep", f"model.kind={kind}", "job.layers=2"])
     assert places(record) == LISTS[kind]
 
 
+@pytest.mark.long
 def test_blocks_of_a_foreign_network_with_stages_are_cut_and_their_first_ones_stay(home: Path) -> None:
     words = [*NET, "model=resnet18", "data=digits", "task=classification", "loop.global_batch=4", "job.layers=1"]
     words += ["model.num_classes=10", "model.channels=1", "model.image_size=8"]
@@ -157,6 +160,7 @@ def test_a_mistake_in_a_layer_of_its_own_kind_is_found_in_the_shorter_network(pr
     assert "of layers: 2 of 8 Linear (of 9 layers these: 0, 4, 8)" in said
 
 
+@pytest.mark.long
 def test_a_pipeline_needs_a_layer_for_each_stage(processes: Processes, home: Path) -> None:
     words, own = [*DEEP["vit"], EXACT], ["strategy=pp", "strategy.schedule=Interleaved1F1B", "loop.micro_batches=2"]
     file = home / "stages.safetensors"
@@ -189,6 +193,7 @@ def test_what_one_process_cannot_hold_is_made_shorter_by_itself(processes: Proce
         assert "MB are free" in said
 
 
+@pytest.mark.long
 def test_a_reference_whose_memory_ran_out_is_made_again_with_fewer_layers(home: Path) -> None:
     asked: list[int | None] = []
 

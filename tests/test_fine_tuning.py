@@ -105,6 +105,7 @@ SPREAD: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", quickly(SPREAD, "ddp", "zero1", "tp", "fsdp", "pp"))
 def test_one_curve_under_every_strategy(processes: Processes, reference: Path, tmp_path: Path, strategy: str) -> None:
     size, more = SPREAD[strategy]
@@ -118,6 +119,7 @@ def test_one_curve_under_every_strategy(processes: Processes, reference: Path, t
 FIRST, LAST = "model.freeze=[backbone]", "model.freeze=[blocks.2,blocks.3,norm,head]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "freeze"),
     quickly(
@@ -192,6 +194,7 @@ def test_what_means_nothing_is_refused(word: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_networks_that_name_no_backbone_and_optimizers_that_know_no_decay_say_so(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"model\.freeze: CNN does not say what its backbone is; its parts are"):
         here(*IMAGES, "loop.global_batch=8", "model=cnn", "model.freeze=[backbone]", f"run.dir={tmp_path}")

@@ -25,6 +25,7 @@ def start(place: Path, *words: str, **variables: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator")
 def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
     code, screen, errors = start(tmp_path)

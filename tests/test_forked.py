@@ -97,6 +97,7 @@ def test_a_spare_process_that_nobody_needs_ends_with_who_forked_it() -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_and_the_reference_of_verify_are_forked(tmp_path: Path) -> None:
     nowhere = "import sys; sys.executable = '/nowhere'; from trainer.__main__ import main; main()"

@@ -133,6 +133,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.long
 def test_the_area_under_the_curve_is_exact_on_any_number_of_ranks(processes: Processes, home: Path) -> None:
     average = ["ema.decay=0.5"]
     assert processes.run(1, train, home, f"run.dir={home / 'single'}", *average) == [0]
@@ -149,6 +150,7 @@ def test_the_area_under_the_curve_is_exact_on_any_number_of_ranks(processes: Pro
     assert again["auc"] == pytest.approx(max(line["auc"] for line in alone), abs=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "said"),
     [

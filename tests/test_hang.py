@@ -184,6 +184,7 @@ def test_a_rank_that_is_busy_with_itself_is_named_with_its_line(tmp_path, limit)
     assert status(tmp_path / "run")["root_rank"] == (1 if state == "failed" else None)
 
 
+@pytest.mark.long
 def test_who_was_paused_once_and_later_stops_slowly_still_saves(tmp_path) -> None:
     lab(tmp_path)
     with (tmp_path / "lab" / "own.py").open("a") as file:

@@ -196,6 +196,7 @@ def test_the_real_tree_is_within_its_limits() -> None:
     assert list(beyond(figures, LIMITS)) == []
 
 
+@pytest.mark.long
 def test_the_table_has_every_figure() -> None:
     done = house(CHECKOUT)
     assert done.returncode == 0, done.stderr

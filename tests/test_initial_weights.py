@@ -285,6 +285,7 @@ def test_of_a_run_the_best_checkpoint_counts_and_the_newest_where_none_is_known(
         assert all((value == wanted).all() for value in network.state_dict().values())
 
 
+@pytest.mark.long
 def test_a_run_says_by_which_figure_it_is_taken_and_of_an_average_its_weights(tmp_path: Path) -> None:
     words = [*(word for word in WORDS if "evaluation" not in word), "data.evaluation_size=16", *TRANSFORMER]
     old = [*words, "seed=1", "loop.steps=4", "loop.eval_every=1", "ema.decay=0.5", "checkpoint.best=-ema_loss"]

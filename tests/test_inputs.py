@@ -100,6 +100,7 @@ def test_what_a_list_names_and_is_not_there_is_a_row(new: Path) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", SPREAD)
 def test_on_any_placement_the_same_rows(new: Path, processes: Processes, where: str) -> None:
     assert here(*WORDS, "job.inputs=new", "loop.eval_batch=5") == 0
@@ -135,6 +136,7 @@ def test_nothing_to_look_at_is_said(new: Path, where: str, said: str) -> None:
         here(*WORDS, f"job.inputs={where}")
 
 
+@pytest.mark.long
 def test_new_pictures_are_prepared_as_the_evaluation_prepares_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +160,7 @@ def test_new_pictures_are_prepared_as_the_evaluation_prepares_its_own(
     assert not Path("run/predict/predictions.jsonl").exists()
 
 
+@pytest.mark.long
 def test_what_does_not_tell_classes_apart_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("task=language", "data=text", "model=gpt_nano", "data.length=16", "model.width=16", "model.depth=1")

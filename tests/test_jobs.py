@@ -87,6 +87,7 @@ def test_the_figures_are_the_runs_own_to_the_last_digit(run: Path, capsys: pytes
     assert above(run) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", SPREAD)
 def test_on_any_placement_the_same_figures_and_answers(run: Path, processes: Processes, where: str) -> None:
     size, strategy = SPREAD[where]
@@ -108,6 +109,7 @@ def test_answers_belong_to_their_samples(run: Path) -> None:
     assert (answers["output"].argmax(1) == truth).float().mean().item() == pytest.approx(last(run)["accuracy"])
 
 
+@pytest.mark.long
 def test_what_was_exported_loads_where_the_framework_is_not(run: Path, tmp_path: Path) -> None:
     for form in ("safetensors", "pt", "pt2"):
         assert here("job=export", f"run.dir={run}", f"job.format={form}", f"job.out={tmp_path}/model.{form}") == 0

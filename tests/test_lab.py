@@ -60,6 +60,7 @@ def test_a_lab_trains_on_two_ranks_with_workers_as_on_one_without(home, alone):
     assert status(home / "two")["strategy"] == "ddp"
 
 
+@pytest.mark.long
 def test_workers_and_slices_change_nothing(home, alone):
     finish_all(
         [
@@ -72,6 +73,7 @@ def test_workers_and_slices_change_nothing(home, alone):
     same_curve(home / "slices", alone)
 
 
+@pytest.mark.long
 def test_an_error_in_one_rank_ends_all_and_stands_last(home):
     screen = finish(torchrun(2, *words("torn", "strategy=ddp", "loader.workers=0", "data.fault=raise")), home, code=1)
     own, launcher = screen.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
@@ -103,6 +105,7 @@ def test_a_rank_that_just_leaves_fails_the_run(home):
     assert "rank 0 of 2 failed" in first.screen
 
 
+@pytest.mark.long
 def test_breakpoint_works_in_one_process(home):
     """A debugger's prompt on a terminal; the answer is typed once it stands there."""
     ours, theirs = pty.openpty()

@@ -244,6 +244,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "spread"),
     quickly(

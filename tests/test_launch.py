@@ -384,6 +384,7 @@ def test_processes_started_by_hand_meet_in_a_file_again_and_again(tmp_path):
     assert [one.screen.count("this run is complete") for one in again] == [1, 0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_tasks_of_srun_meet_at_rank_0_and_refuse_with_one_voice(tmp_path):
     def srun(*words: str) -> list[Ended]:

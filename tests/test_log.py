@@ -98,6 +98,7 @@ def begun(folder, step=0):
     return figures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(5))
 def test_a_jump_of_the_loss_is_told_once_and_noise_is_not(seed):
     """On a curve as runs have it: steep, then flat with heavy tails, so that small losses differ by factors."""
@@ -268,6 +269,7 @@ def on_terminal(code, answers, **environment):
     return shown.decode()
 
 
+@pytest.mark.long
 def test_a_terminal_shows_one_line_that_is_redrawn_and_a_debugger_works(tmp_path):
     shown = on_terminal(ON_SCREEN, b"p 6 * 7\nc\n", TERM="xterm-256color")
     assert "\r\x1b[2K" in shown

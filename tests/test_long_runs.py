@@ -26,6 +26,7 @@ def make_long(path: Path) -> None:
         file.write(b"\n" + tail)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("evaluation", ["loop.eval_every=5", "data=synthetic_images"])
 def test_gigabytes_of_earlier_steps_are_not_read(tmp_path: Path, evaluation: str) -> None:
     words = [*SMALL, evaluation, "loop.steps=10", "loop.global_batch=8", "run.dir=run", "log=[csv,tensorboard]"]

@@ -187,6 +187,7 @@ def test_histograms_count_every_number_of_every_weight(alone: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- on several ranks
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", quickly(SPREAD, "ddp on 3", "fsdp on 2", "pp on 2"))
 def test_ranks_show_what_one_process_shows(alone: Path, processes: Processes, spread: str, tmp_path: Path) -> None:

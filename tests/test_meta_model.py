@@ -142,6 +142,7 @@ def begun(launch: Launch, word: str, fields: dict[str, Any], precision: str, rea
         }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "word", "fields", "precision", "reads"),
     [

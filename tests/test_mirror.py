@@ -90,6 +90,7 @@ def test_a_folder_elsewhere_has_the_same_checkpoints_and_an_empty_one_goes_on_fr
     assert lines(tmp_path / "second/mine", "train")[0]["step"] == 23
 
 
+@pytest.mark.long
 def test_a_lost_machine_costs_what_came_after_the_last_copy(
     in_process: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_lost_machine_costs_what_came_after_the_last_copy(
     assert copies(in_process) == STEPS[-3:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", quickly(["503", "slow", "cut", "lost"], "cut"))
 def test_what_goes_wrong_on_the_way_is_tried_again(in_process: S3Server, tmp_path: Path, kind: str) -> None:
     in_process.plant(kind, times=3)
@@ -138,6 +140,7 @@ def test_a_bucket_that_takes_nothing_harms_no_run_and_is_named(
         here(*at(tmp_path / "elsewhere"))
 
 
+@pytest.mark.long
 def test_damaged_copies_are_passed_over_and_half_ones_are_none(in_process: S3Server, tmp_path: Path) -> None:
     here(*at(tmp_path / "first", "loop.epochs=4"))
     in_process.files().rm_file(f"{BUCKET}/runs/mine/step-00000044/manifest.json")  # as where a copy was interrupted
@@ -157,6 +160,7 @@ def damage(server: S3Server, step: int) -> None:
     files.pipe_file(tensors, bytes(content))
 
 
+@pytest.mark.long
 def test_a_damaged_copy_takes_no_place_of_a_whole_one(
     in_process: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_url_that_nothing_can_write_to_is_refused(tmp_path: Path, url: str, me
         here(*at(tmp_path, url=url))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_is_killed_in_the_middle_of_a_copy_leaves_nothing_that_looks_whole(
     server: S3Server, tmp_path: Path

@@ -58,12 +58,14 @@ def test_folders_are_named_by_what_differs(words: list[str], found: list[str]) -
     assert names(*words) == found
 
 
+@pytest.mark.long
 def test_names_are_those_of_folders() -> None:
     (name,) = names("data.file='/a b/c'")
     assert name == "0_data.file=_a_b_c"
     assert len(names("run.name=x", "optimizer.lr=0.1", "data.file=" + "x" * 500)[0]) <= 200
 
 
+@pytest.mark.long
 def test_where_they_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -90,6 +92,7 @@ def test_a_lab_and_an_experiment_that_lists_values(tmp_path: Path) -> None:
     assert names(*lab[:2], "model=glob(u*)") == ["0_model=unet"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -51,6 +51,7 @@ def by_itself(launch: Launch, place: Path, words: list[str], how: Variation) -> 
         return verified(launch, place, words)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quickly(NETWORKS, "plain"))
 def test_whole_or_divided_the_plain_loop_does_what_one_process_does(
     processes: Processes, home: Path, name: str

@@ -101,6 +101,7 @@ def test_a_gpu_puts_many_pieces_together_by_few_kernels() -> None:
     assert seconds["h100"] < 10 * DEVICES["h100"].launch_us * 1e-6
 
 
+@pytest.mark.long
 def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
     wide = ("model.width=1024", "model.depth=1", "loop.global_batch=128")
     facts, screen = plan(tmp_path, *wide, "job.processes=[1024]", "job.device=h100", "job.strategies=[ddp,fsdp,hsdp]")
@@ -133,6 +134,7 @@ def test_a_constructor_may_read_values() -> None:
     assert all(is_counted(parameter, mode) for parameter in network.parameters())  # also the small ones: biases
 
 
+@pytest.mark.long
 def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     facts, screen = plan(tmp_path, "job.processes=[1]", "job.memory=0.501")
     assert not facts["rows"][0]["fits"]
@@ -144,6 +146,7 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     assert "fits        nothing fits into 1 MiB a process; nearest: single" in screen
 
 
+@pytest.mark.long
 def test_an_evaluation_may_take_most(tmp_path: Path) -> None:
     # an output of 64 samples × 64 tokens × 4,096 numbers, of 16 in a step
     words = ["data.vocab_size=4096", "loop.global_batch=16", "job.processes=[1]", "job.memory=0.6", "task=language"]
@@ -155,6 +158,7 @@ def test_an_evaluation_may_take_most(tmp_path: Path) -> None:
     assert "MiB too many; with loop.eval_batch=16 it fits" in screen
 
 
+@pytest.mark.long
 def test_a_gpus_softmax_takes_no_copy_of_the_scores(tmp_path: Path) -> None:
     """On an H200 they were a tenth of the memory of a GPT-2: its kernels convert while they compute."""
     words = ["data.vocab_size=4096", "loop.global_batch=16", "job.processes=[1]", "task=language", "precision=bf16"]
@@ -166,6 +170,7 @@ def test_a_gpus_softmax_takes_no_copy_of_the_scores(tmp_path: Path) -> None:
     assert on_cpu - on_gpu == pytest.approx(2 * scores, rel=0.02)  # the gradient in bf16 instead of fp32
 
 
+@pytest.mark.long
 def test_recomputed_units_are_planned_by_their_steps_and_not_by_the_search_for_what_is_used(tmp_path: Path) -> None:
     # a sample a rank, as long sequences have it: without recomputing a search would need more than a step
     words = ("model.rotary=1e4", "model.depth=8", "strategy.activation_checkpointing=units", "loop.global_batch=2")

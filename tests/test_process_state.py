@@ -155,6 +155,7 @@ def test_a_run_leaves_the_process_as_it_was(furnished: Path) -> None:
     same(before)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_so_does_one_in_several_processes(furnished: Path) -> None:
     trainer.run([*WORDS, "loop.steps=1", "run.name=first"])

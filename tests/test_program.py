@@ -75,6 +75,7 @@ def answers(run: Path) -> dict[str, Tensor]:
     return dict(zip(names, shares, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quickly(["colour", "grey"], "colour"))
 def test_the_ten_lines_of_the_page_say_what_the_evaluation_says(place: Path, name: str) -> None:
     assert product(Launch(), place, [f"run.dir={name}", "job=export", "job.format=pt2", "job.prepared=true"]) == 0
@@ -101,6 +102,7 @@ def opened(path: Path) -> Tensor:
     return pil_to_tensor(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["colour", "grey"])
 def test_its_answers_are_those_of_the_evaluation(place: Path, name: str) -> None:
     assert product(Launch(), place, [f"run.dir={name}", "job=export", "job.format=pt2", "job.prepared=true"]) == 0

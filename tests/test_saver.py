@@ -92,6 +92,7 @@ def test_the_bits_are_those_of_saving_at_once(tmp_path: Path) -> None:
     assert len({key.split("/")[0] for key in tensors(tmp_path / "late")}) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", quickly(["ddp", "zero1", "fsdp", "tp", "pp"], "fsdp"))
 def test_the_same_on_several_ranks(processes: Processes, tmp_path: Path, strategy: str) -> None:
     network = TRANSFORMER if strategy == "tp" else MLP
@@ -188,6 +189,7 @@ def values_told(launch: Launch, place: Path, *words: str) -> list[int]:
     return sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "size", "once"), [(("fsdp",), 2, 0), (("hsdp", "strategy.replicate=2"), 4, 0), (("zero1",), 2, 1)]
 )

@@ -170,6 +170,7 @@ def test_a_stopped_run_ends_with_75(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (75, "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_run_itself_has_two_processes(tmp_path: Path) -> None:
     words = ["device=cpu", "loop.steps=1", "run.dir=run", "log=[]"]

@@ -257,6 +257,7 @@ def wanted(folder: Path, first: int, last: int) -> dict[int, dict[str, float]]:
     return metrics
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb")

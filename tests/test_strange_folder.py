@@ -97,6 +97,7 @@ def test_a_link_to_no_file_makes_none(run: Path, tmp_path: Path) -> None:
     assert not os.path.lexists(tmp_path / "made")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -181,6 +181,7 @@ def same_but_for_one(exact: float, padded: float) -> None:
     assert said - right in (0, 1)
 
 
+@pytest.mark.long
 def test_the_workers_of_a_script_and_our_ranks_learn_the_same(processes: Processes, home: Path) -> None:
     screen, *_ = processes.run(2, by_hand, home, _free_port())
     assert processes.run(2, train, home, words("spawn", "run.dir=run")) == [0, 0]

@@ -116,6 +116,7 @@ def alone(place: Path) -> Any:
     return trained
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "kind", "strategy"),
     quickly(CASES, ("qwen2", "adapted", "fsdp")),
@@ -135,6 +136,7 @@ def test_one_curve(place: Path, processes: Processes, alone: Any, family: str, k
     assert "builds the whole network" not in (run / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.long
 def test_new_texts_get_their_class(place: Path, alone: Any) -> None:
     run = alone("bert", "frozen")
     kept = place / "kept.csv"
@@ -162,6 +164,7 @@ def test_new_texts_get_their_class(place: Path, alone: Any) -> None:
     assert table["probabilities"] == lines[1]["probabilities"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "pool"), quickly([("bert", "cls"), ("gpt2", "last"), ("qwen2", "last")], ("qwen2", "last"))
 )
@@ -249,6 +252,7 @@ def traffic(launch: Launch, place: Path, words: list[str]) -> dict[str, int]:
     return steps[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", quickly(["ddp", "fsdp"], "fsdp"))
 def test_of_what_is_frozen_no_gradient_travels(place: Path, processes: Processes, strategy: str) -> None:
     words = [*COMMON, "model.path=bert", f"strategy={strategy}", f"run.dir=traffic-{strategy}"]
@@ -296,6 +300,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_work_is_refused(place: Path, words: tuple[str, ...]) -> None:
     with pytest.raises(Refusal, match=REFUSED[words]):

@@ -31,6 +31,7 @@ OURS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", quickly(["colour", "grey"], "grey"))
 def test_a_pipeline_opens_the_folder(tmp_path: Path, name: str) -> None:
     photos(tmp_path / "photos")
@@ -50,6 +51,7 @@ def test_a_pipeline_opens_the_folder(tmp_path: Path, name: str) -> None:
         assert float((theirs - own).abs().max()) < 0.05, path  # it resizes all, then cuts out whole pixels
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", quickly(OURS, "resnet50, grey"))
 def test_scores_are_the_same(tmp_path: Path, which: str) -> None:
     save(OURS[which]().eval(), tmp_path)  # it compares them

@@ -93,6 +93,7 @@ def any_size(num_classes: int, channels: int, image_size: int, width: int) -> nn
     return nn.Sequential(convolution, nn.GELU(), pool, nn.Flatten(), nn.Linear(width, num_classes))
 
 
+@pytest.mark.long
 def test_sizes_that_grow_belong_to_the_epoch(place: Path, processes: Processes) -> None:
     """One curve on one rank and on two, and resumed in the middle of a later epoch; plans take the largest size."""
     grown = data(place / "whole", image_sizes=[[0, 8], [1, 12], [2, 16]], repeat=2)
@@ -117,6 +118,7 @@ def test_sizes_that_grow_belong_to_the_epoch(place: Path, processes: Processes) 
         data(place / "whole", image_sizes=[[0, 8], [1, 12]])
 
 
+@pytest.mark.long
 def test_a_job_looks_at_each_training_picture_once_and_plainly(place: Path) -> None:
     words = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.repeat=2", "run.dir=seen"]
     assert product(Launch(), place, words) == 0
@@ -196,6 +198,7 @@ def hundred(tmp_path: Path) -> Path:
 HUNDRED = ("data.image_size=16", "data.held_out=0", "model=mlp", "model.width=16", "loop.global_batch=20")
 
 
+@pytest.mark.long
 def test_of_damaged_files_one_is_named_or_each_is_counted_once(hundred: Path, processes: Processes) -> None:
     words = [f"data.root={hundred}", "data=imagefolder", *HUNDRED, "loop.epochs=2", "loader.workers=0"]
     with pytest.raises(BadData, match=r"hundred/(ant|bee)/\d0\.jpg cannot be read as a picture") as raised:

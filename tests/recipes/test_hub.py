@@ -28,6 +28,7 @@ def test_what_can_only_be_a_folder_is_none_of_the_hub(tmp_path: Path, monkeypatc
         located("models/qwen", "")
 
 
+@pytest.mark.long
 def test_it_is_asked_of_networks_tokenizers_and_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets", reason="the extra bench brings it")
     monkeypatch.chdir(tmp_path)

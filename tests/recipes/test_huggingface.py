@@ -51,6 +51,7 @@ def data(path: Path, **fields: Any) -> HuggingFaceImages:
     return HuggingFaceImages(Augment(), WHOLE, path=str(path), image_size=16, **columns)
 
 
+@pytest.mark.long
 def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
     start = [f"data.path={place / 'numbers'}", "data.image=img", "data.label=kind", *WORDS]
     assert product(Launch(), place, [*start, "run.dir=alone", "strategy=single", "loader.workers=1"]) == 0

@@ -141,6 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("language")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("network", "place"),
     quickly(

@@ -95,6 +95,7 @@ def test_no_token_of_a_foreign_vocabulary_ends_a_text(tmp_path: Path) -> None:
         assert (config.bos_token_id, config.eos_token_id) == (None, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("option", "family"), [("gpt2", GPT2), ("llama", LLAMA), ("llama", QWEN2)])
 def test_the_sizes_come_from_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, family: dict[str, Any]

@@ -105,6 +105,7 @@ def read_bytes(server: S3Server) -> int:
     return sum(request.sent for request in server.requests if request.path.endswith(".tar"))
 
 
+@pytest.mark.long
 def test_a_bucket_gives_the_curve_of_a_folder_whatever_goes_wrong_on_the_way(
     in_process: S3Server, folder: Path, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_the_cache_is_bounded_and_a_killed_writer_leaves_nothing(tmp_path: Path)
     assert cache.read(40, 0, 100) == b"y" * 100
 
 
+@pytest.mark.long
 def test_a_missing_shard_is_named_and_has_its_budget(in_process: S3Server, tmp_path: Path) -> None:
     in_process.files().rm_file(f"{BUCKET}/set/003.tar")
     words = ["strategy=single", "loop.steps=20", "loader.workers=0"]

@@ -76,6 +76,7 @@ def test_lists_are_cut_off_or_filled_up(place: Path) -> None:
     assert data.train()[6][0]["attention_mask"].tolist() == [1] * 5
 
 
+@pytest.mark.long
 def test_a_tokenizer_makes_numbers_of_texts_and_says_how_many_there_are(place: Path, processes: Processes) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -98,6 +99,7 @@ def test_a_tokenizer_makes_numbers_of_texts_and_says_how_many_there_are(place: P
     assert curve(place / "tokens", "loss_hex") == curve(place / "lists", "loss_hex")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

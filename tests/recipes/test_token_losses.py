@@ -123,6 +123,7 @@ def test_chunks_give_the_curve_of_the_whole_loss(
     assert curve(run) == pytest.approx(whole[tied], rel=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", quickly(["ddp", "fsdp", "tp", "pp"], "fsdp"))
 def test_a_run_in_chunks_resumes_to_the_bit(processes: Processes, tmp_path: Path, strategy: str) -> None:
     words = [*WORDS, CHUNKS, f"strategy={strategy}", "loop.micro_batches=2", "schedule=constant"]
@@ -166,6 +167,7 @@ def test_a_network_that_cannot_is_refused_and_so_is_no_chunk() -> None:
         NextToken(loss_chunk=0)
 
 
+@pytest.mark.long
 def test_a_plan_shows_the_memory_that_chunks_save(tmp_path: Path) -> None:
     peaks = []
     for chunk in ("null", "32"):

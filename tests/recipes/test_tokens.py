@@ -90,6 +90,7 @@ print(len(windows), prepared - before, highest() - began)
 """
 
 
+@pytest.mark.long
 def test_a_document_that_is_longer_than_memory_allows_is_written_and_read_piece_by_piece(tmp_path: Path) -> None:
     verse = "Nenne mir, Muse, die Taten des vielgewanderten Mannes; schön.\n"  # with a letter of two bytes
     (tmp_path / "long.txt").write_text(verse * 400_000 + "x" * 4_000_000)  # 25 MB; the end is one long line

@@ -179,6 +179,7 @@ def test_every_plan_of_a_decoder_keeps_the_contract(train: Any, kind: str, plan:
     assert all(rank["initial"][name] == reference["initial"][name] for rank in ranks for name in rank["initial"])
 
 
+@pytest.mark.long
 def test_stretches_go_on_where_whole_sequences_stopped_and_the_other_way_round(train: Any, tmp_path: Path) -> None:
     whole = Case(network="gpt tied", task="next", precision="fp64", steps=8)
     stretches = whole.but(strategy="fsdp", fields={"context": 2})
@@ -193,6 +194,7 @@ def test_stretches_go_on_where_whole_sequences_stopped_and_the_other_way_round(t
     assert max(apart(alone["losses"] + last["losses"], reference["losses"][5:])) < 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["ddp on 2", "zero1 on 3", "fsdp on 3", "pp on 2"])
 def test_a_moving_average_leaves_the_curve_as_it_is(train: Any, where: str) -> None:
     size, case = SPREAD[where]
@@ -335,6 +337,7 @@ def test_on_a_gpu_offloaded_parameters_learn_in_fp16(train: Any, optimizer: str)
     assert rank["losses"][-1] == pytest.approx(reference["losses"][-1], abs=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("network", ["sequence", "drawing sequence"])
 def test_sequence_and_loss_parallel_are_exact_where_the_plan_asks(train: Any, network: str) -> None:
     case = Case(network=network, task="steps", precision="fp64")
@@ -399,6 +402,7 @@ SYNCHRONISED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "network"),
     quickly(
@@ -437,6 +441,7 @@ def test_what_draws_goes_on_elsewhere_as_if_it_had_never_stopped(train: Any, whe
     assert max(apart(rank["losses"], reference["losses"][3:])) < 1e-10
 
 
+@pytest.mark.long
 def test_native_dropout_differs_over_data_ranks_and_agrees_over_tensor_ranks(train: Any) -> None:
     case = Case(network="dropout", precision="fp64", dropout="native")
     (one,) = train(1, case)

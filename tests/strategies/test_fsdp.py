@@ -28,6 +28,7 @@ def kinds(sent: list[tuple[str, int]]) -> Counter[str]:
     return Counter(name for name, _ in sent)
 
 
+@pytest.mark.long
 def test_gradients_travel_once_a_step_unless_each_micro_batch_is_to_send_its_own(processes: Processes) -> None:
     def sent(**changes: Any) -> Counter[str]:
         fields, micro_batches = changes.get("fields", {}), changes.get("micro_batches", 1)

@@ -206,6 +206,7 @@ def close(ranks: list[dict[str, Any]], references: list[dict[str, Any]], bound: 
             assert torch.allclose(torch.tensor(value), torch.tensor(reference["weights"][name]), 0, bound), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", quickly(SPREAD, *TWO))
 @modes
 def test_recomputing_leaves_the_curve_that_of_one_process(trained: Any, where: str, mode: str) -> None:
@@ -263,6 +264,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("where", quickly(COMPILED, "fsdp on 2"))
 def test_compiled_it_is_the_same_curve(trained: Any, where: str) -> None:

@@ -314,6 +314,7 @@ def test_parameters_may_be_gathered_in_every_micro_batch(train: Any, fields: dic
     same(train(4, run), train(1, run.alone())[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "fields"), [(2, {}), (4, {}), (2, {"schedule": "Interleaved1F1B"}), (4, {"pipe": 2, "shard": 2})]
 )
@@ -345,6 +346,7 @@ def test_a_forward_that_cannot_be_read_is_cut_between_its_blocks(
     same(train(size, run), train(1, run.alone())[0])
 
 
+@pytest.mark.long
 def test_a_convolutional_network_keeps_its_statistics_by_micro_batch(train: Any) -> None:
     run = Run({"schedule": "ZBVZeroBubble"}, network="resnet", micro_batches=2, steps=2)
     same(train(2, run), train(1, run.alone())[0], within=1e-8)  # ReLU's kinks and small batches enlarge rounding
@@ -356,6 +358,7 @@ def test_synchronised_statistics_are_those_of_the_whole_micro_batch(train: Any) 
     same(train(4, run), train(1, run.alone())[0], within=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "mode"),
     [("1F1B", "operators"), ("LoopedBFS", "units"), ("ZBVZeroBubble", "units"), ("DualPipeV", "units")],
@@ -365,6 +368,7 @@ def test_recomputing_changes_nothing(train: Any, schedule: str, mode: str) -> No
     same(train(2, run), train(1, run.alone())[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_a_forward_draws_outside_of_its_blocks_is_that_of_one_process(train: Any, stages: int) -> None:
     schedule = "Interleaved1F1B" if stages > 1 else "1F1B"

@@ -123,6 +123,7 @@ def test_a_resume_within_an_epoch_changes_no_bit(
     assert curve(tmp_path / "parts", "loss_hex") == curve(tmp_path / "whole", "loss_hex")
 
 
+@pytest.mark.long
 def test_other_ranks_and_micro_batches_go_on_with_the_same_rows(processes: Processes, tmp_path: Path) -> None:
     double = "precision=fp64"
     assert read(Launch(), tmp_path / "whole", 12, "strategy=single", double) == 0

@@ -40,6 +40,7 @@ def test_a_ring_gives_the_curve_of_one_process(
     assert curve(tmp_path / "ring") == pytest.approx(curve(tmp_path / "alone"), rel=1e-10)
 
 
+@pytest.mark.long
 def test_a_ring_that_is_resumed_goes_on_to_the_bit(processes: Processes, tmp_path: Path) -> None:
     words = [*SHAPES["llama"], *SMALL, *RUN, "strategy=cp", "strategy.attention=ring"]
     assert processes.run(2, product, tmp_path, [*words, "run.dir=through", "loop.steps=4"]) == [0, 0]

@@ -114,6 +114,7 @@ def test_a_share_of_one_sample_is_enough(train: Any) -> None:
             same(rank, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 4), (4, 1)])
 def test_another_number_of_processes_goes_on(train: Any, before: int, after: int, tmp_path: Path) -> None:
     case = Case("ddp", precision="fp64", steps=STEPS)
