@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import permutations
 from math import inf
@@ -131,15 +132,17 @@ def test_a_slow_rank_is_named_with_its_host(processes: Any, tmp_path: Path) -> N
 
 
 def slowness(folder: Path) -> list[float]:
-    """Of each rank: how slow it was in the block in which it was second least slow. Above 1.1 a rank is named."""
-    blocks = list(zip(*[rank["work_s"] for rank in read(folder)["ranks"]], strict=True))  # block → rank → seconds
-    return [
-        sorted(times[rank] / median([*times[:rank], *times[rank + 1 :]]) for times in blocks)[1]
-        for rank in range(len(blocks[0]))
-    ]
+    """Of each rank: how slow it was in its best block, or in the middle one if that is less. Above 1.1 it is named."""
+    seconds = [rank["work_s"] for rank in read(folder)["ranks"]]  # rank → block → seconds
+    best, blocks = [min(times) for times in seconds], list(zip(*seconds, strict=True))
+
+    def ratio(times: Sequence[float], rank: int) -> float:
+        return times[rank] / median([*times[:rank], *times[rank + 1 :]])
+
+    return [min(ratio(best, rank), median(ratio(times, rank) for times in blocks)) for rank in range(len(best))]
 
 
-@pytest.mark.long
+@pytest.mark.long(one_in=60)  # where other machines change the speed of the cores meanwhile, chance has a say
 @pytest.mark.parametrize("trial", range(20))
 def test_a_slow_rank_is_named_and_no_healthy_one_accused(processes: Any, tmp_path: Path, trial: int) -> None:
     """With -s, what docs/doctor.md has a table of."""
