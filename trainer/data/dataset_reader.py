@@ -58,7 +58,7 @@ _ALIGNED = 64  # bytes, as torch's allocator aligns
 
 
 def _index_columns(columns: Sequence[Tensor], lists: Iterable[Tensor]) -> Iterator[Any]:
-    """What collating the items of each list one by one would give, in a hundredth of the time.
+    """What collating the items of each list one by one would give, in a twentieth of the time.
 
     Small batches are indexed many at once, and cut: to call a kernel costs more than the rows.
     """

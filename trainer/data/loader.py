@@ -259,7 +259,7 @@ class EvalLoader:
         self.micro_batch = -(-global_batch // micro_batches)  # samples of all data ranks in one forward, at most
         self._reader = SampleReader(data, dataset, sampler, options)
         self._micro_batches = choose_micro_batches(data, dataset, sampler, self._reader)
-        self._micro_batches_of = cache(self._cut)  # all batches but the last one have the same size
+        self._micro_spans = cache(self._cut)  # all batches but the last one have the same size
 
     def example(self) -> tuple[Any, Any]:
         """A sample or two, as (inputs, targets) on the device, as many on every rank: enough to see a step."""
@@ -290,8 +290,7 @@ class EvalLoader:
         spans = [samples[number * size : (number + 1) * size] for number in numbers]
         steps = self._micro_batches.read(0, map(self._index, spans), training=False)
         for samples, step in zip(spans, steps, strict=True):
-            micro_batches = self._micro_batches_of(len(samples))
-            for (indices, inputs, targets), (span, rows) in zip(step, micro_batches, strict=True):
+            for (indices, inputs, targets), (span, rows) in zip(step, self._micro_spans(len(samples)), strict=True):
                 yield Batch(inputs, targets, indices, span, len(samples), samples.start > 0), len(rows)
 
     def __len__(self) -> int:
@@ -304,7 +303,7 @@ class EvalLoader:
         A rank without a sample takes one that does not count, for it must compute with the others.
         """
         local = samples[self._sampler.rank :: self._sampler.ranks] or samples[-1:]
-        parts = [rows or range(1) for _, rows in self._micro_batches_of(len(samples))]
+        parts = [rows or range(1) for _, rows in self._micro_spans(len(samples))]
         return torch.arange(local.start, local.stop, local.step), parts
 
     def _cut(self, total: int) -> list[tuple[range, range]]:
