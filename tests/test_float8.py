@@ -123,4 +123,5 @@ def test_on_a_gpu_it_trains(tmp_path: Path, monkeypatch: Any, recipe: str) -> No
         pytest.skip("this GPU has no float8")
     monkeypatch.chdir(tmp_path)
     network = ("model=gpt_nano", "data=synthetic_tokens", "data.length=64", "loop.steps=5", "loop.log_every=1")
-    assert here(*network, f"float8={recipe}", "precision=bf16", "run.dir=run", "loop.global_batch=6") == 0
+    words = (f"float8={recipe}", "precision=bf16", "device=cuda", "run.dir=run", "loop.global_batch=6")
+    assert here(*network, *words) == 0
