@@ -86,7 +86,12 @@ class DDPModel(ParallelModel):
         # DDP reorders its buckets after the first backward, which changes the order in which gloo adds, and so the last
         # bits: without this trial a resumed run would differ from one without a stop. A static graph also needs its
         # first backward to be synchronised.
-        forward = unflatten_output(self._replica)
+        synchronised = unflatten_output(self._replica)
+
+        def forward(*args: Any) -> Any:
+            # without a backward nothing is sent, and DDP's records of each forward take longer than a small network
+            return (synchronised if torch.is_grad_enabled() else self.step_module)(*args)
+
         self._trial_backward(forward)
         return forward
 
