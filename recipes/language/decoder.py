@@ -14,6 +14,7 @@ from recipes.language.causal import Causal
 from recipes.language.generation import continued
 from recipes.language.past import NoPast
 from recipes.language.rotary import NoRotary, Rotary
+from recipes.language.rotary_scaling import scaling_of
 from recipes.language.token_losses import Head
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, did_you_mean
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
         eps: float = 1e-5,
         mlp: str = "gelu",
         rotary: float | None = None,
+        rotary_scaling: Mapping[str, Any] | None = None,
         bias: bool = True,
         qkv_bias: bool | None = None,
         tied: bool = True,
@@ -142,7 +144,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 (NORMS[norm](width, eps=eps), NORMS[norm](width, eps=eps)),
-                Attention(width, heads, groups, bias, qkv_bias, _positions(width // heads, context, rotary)),
+                Attention(
+                    width, heads, groups, bias, qkv_bias, _positions(width // heads, context, rotary, rotary_scaling)
+                ),
                 MLPS[mlp](width, inner or 4 * width, bias),
                 dropout,
             )
@@ -234,9 +238,13 @@ class Decoder(nn.Module):
         save(self, folder)
 
 
-def _positions(head_width: int, context: int, base: float | None) -> nn.Module:
+def _positions(head_width: int, context: int, base: float | None, scaling: Mapping[str, Any] | None) -> nn.Module:
     """What tells queries and keys where they are; every block has its own, since a pipeline may part them."""
-    return NoRotary() if base is None else Rotary(head_width, context, base)
+    if base is None and scaling is not None:
+        raise Refusal(
+            "model.rotary_scaling scales rotary positions, and model.rotary=null has none: model.rotary=500000"
+        )
+    return NoRotary() if base is None else Rotary(head_width, context, base, scaling_of(scaling))
 
 
 def _refuse(width: int, heads: int, groups: int, norm: str, mlp: str, context: int, length: int | None) -> None:

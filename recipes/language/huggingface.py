@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.language.rotary_scaling import words_of
 from recipes.language.settings import refuse_others
 from trainer.messages import Refusal
 
@@ -191,7 +192,8 @@ def configuration(network: Any) -> dict[str, Any]:
     if form != ("RMSNorm", "SwiGLU", False):
         raise Refusal(_STRANGE)
     family = "Qwen2" if block.attention.qkv.bias is not None else "Llama"
-    base = block.attention.positions.base
+    base, scaled = block.attention.positions.base, block.attention.positions.scaling
+    scaling = words_of(scaled)
     return {
         "model_type": family.lower(),
         "architectures": [f"{family}ForCausalLM"],
@@ -202,13 +204,14 @@ def configuration(network: Any) -> dict[str, Any]:
         "num_attention_heads": network.heads,
         "num_key_value_heads": network.groups,
         "head_dim": width // network.heads,
-        "max_position_embeddings": network.context,
+        "max_position_embeddings": scaled.places(network.context),
         "rms_norm_eps": network.norm.eps,
         "hidden_act": "silu",
         **({"use_sliding_window": False} if family == "Qwen2" else {"attention_bias": False, "mlp_bias": False}),
         # both forms: transformers 5 reads the second
         "rope_theta": base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+        **({"rope_scaling": scaling} if scaling else {}),
+        "rope_parameters": {"rope_type": "default", "rope_theta": base, **(scaling or {})},
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.language.rotary_scaling import scaling_of, words_of
 from trainer.messages import Refusal
 
 # What may differ: it changes no score, or the shapes of tensors tell, which a start names.
@@ -21,6 +22,7 @@ _OURS = {
     "n_positions": "context",
     "num_key_value_heads": "groups",
     "rope_theta": "rotary",
+    "rope_scaling": "rotary_scaling",
     "tie_word_embeddings": "tied",
 }
 _ACTIVATIONS = {"gelu_new": "model.mlp=gelu_tanh", "gelu": "model.mlp=gelu"}
@@ -66,6 +68,7 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
         "norm": "layer" if learned else "rms",
         "mlp": {"gelu_new": "gelu_tanh", "gelu": "gelu"}.get(plain.get("activation_function", "gelu_new"), "gelu_tanh"),
         "rotary": None,
+        "rotary_scaling": None,
         "bias": learned,
         "qkv_bias": True if family == "qwen2" else None,
         "tied": learned,  # where it does not say so
@@ -84,10 +87,12 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that say something; those of rotary positions, which versions of transformers keep apart, alike."""
     rope = config.get("rope_parameters") or {}
-    scaled = config.get("rope_scaling") or rope
+    scaled = dict(config.get("rope_scaling") or rope)
+    if scaled.get("rope_type", scaled.get("type")) in ("llama3", "yarn") and "max_position_embeddings" in config:
+        scaled.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     rotary = {
         "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-        "rope_type": scaled.get("rope_type", scaled.get("type", "default")),
+        "rope_scaling": words_of(scaling_of(scaled, "config.json")),
     }
     plain = {key: value for key, value in config.items() if value is not None and not key.startswith("rope_")}
     return plain | (rotary if config.get("model_type") != "gpt2" else {})
@@ -96,6 +101,13 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def _remedy(key: str, value: Any) -> str:
     """The word of the command line that makes it the same, where there is one."""
     if key in _OURS:
-        return f" (model.{_OURS[key]}={str(value).lower() if isinstance(value, bool) else value})"
+        return f" (model.{_OURS[key]}={_word(value)})"
     found = {"activation_function": _ACTIVATIONS, "model_type": _FAMILIES}.get(key, {}).get(value)
     return f" ({found})" if found else ""
+
+
+def _word(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_word(each)}" for key, each in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -82,7 +82,7 @@ MODERN = ("model.rotary=10000", "model.mlp=swiglu", "model.norm=rms", "model.gro
 NETWORKS = {
     "gpt": (),
     "gpt, tied": ("model.tied=true",),
-    "llama": MODERN,
+    "llama": (*MODERN, "model.rotary_scaling={rope_type:yarn,factor:4,original_max_position_embeddings:2}"),
     "llama, tied": (*MODERN, "model.tied=true"),
 }
 PLACES: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -27,7 +27,17 @@ LLAMA: dict[str, Any] = {
     "inner": 48,
 }
 QWEN2 = {**LLAMA, "qkv_bias": True}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+# what else YaRN may say; a head of 8 numbers turns all its pairs often, so the ramp must lie low
+SHARP = {**YARN, "beta_fast": 2.0, "beta_slow": 0.01, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.5}
 
 
 def begun(network: Decoder, folder: Path) -> list[str]:
@@ -40,8 +50,19 @@ def begun(network: Decoder, folder: Path) -> list[str]:
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, r"\(model\.rotary=77\.0\)"),
     (LLAMA, {}, {"rope_parameters": None, "rope_theta": 77.0}, r"\(model\.rotary=77\.0\)"),
-    (LLAMA, {}, {"rope_parameters": LLAMA3}, "rope_type llama3, here default"),
-    (LLAMA, {}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type linear, here default"),
+    (
+        LLAMA,
+        {},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
+        r"rope_scaling .*, here None \(model\.rotary_scaling=\{rope_type:llama3,factor:8\.0,low_freq_factor:1\.0,",
+    ),
+    (LLAMA, {}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"\(model\.rotary_scaling=\{rope_type:linear,fac"),
+    (
+        LLAMA | {"rotary_scaling": YARN},
+        {"rotary_scaling": None},
+        {},
+        r"here None \(model\.rotary_scaling=\{rope_type:yarn,",
+    ),
     (LLAMA, {"eps": 1e-6}, {}, r"rms_norm_eps 1e-05, here 1e-06 \(model\.eps=1e-05\)"),
     (LLAMA, {"tied": False}, {"tie_word_embeddings": True, "attention_bias": True}, "attention_bias True, here False"),
     (QWEN2, {"qkv_bias": None}, {}, r"model_type qwen2, here llama \(model=llama model\.qkv_bias=true\)"),
@@ -96,7 +117,9 @@ def test_no_token_of_a_foreign_vocabulary_ends_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("option", "family"), [("gpt2", GPT2), ("llama", LLAMA), ("llama", QWEN2)])
+@pytest.mark.parametrize(
+    ("option", "family"), [("gpt2", GPT2), ("llama", LLAMA | {"rotary_scaling": LLAMA3}), ("llama", QWEN2)]
+)
 def test_the_sizes_come_from_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, family: dict[str, Any]
 ) -> None:
@@ -122,3 +145,66 @@ def test_a_context_that_is_not_the_folders_is_refused(tmp_path: Path, monkeypatc
         here(*words, "model.context=8")
     with pytest.raises(Refusal, match=r"CNN reads no config.json .* model=gpt2 and model=llama do"):
         here("model=cnn", "model.settings=theirs")
+
+
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN, SHARP, LINEAR], ids=["llama3", "yarn", "yarn, all keys", "linear"])
+def test_scaled_positions_are_those_of_transformers(tmp_path: Path, form: str, scaling: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
+    config = transformers.LlamaConfig(
+        vocab_size=30,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        rope_parameters={"rope_theta": 1e4, **scaling},
+        initializer_range=0.5,
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    written = json.loads(file.read_text())
+    if form == "rope_scaling":  # as version 4 writes it
+        del written["rope_parameters"]
+        written |= {"rope_theta": 1e4, "rope_scaling": {**scaling, "type": scaling["rope_type"]}}
+        file.write_text(json.dumps(written))
+    settings = Decoder.settings_of(tmp_path / "theirs", 30)
+    own = Decoder(**{key: value for key, value in settings.items() if key != "context"}, context=32).eval()
+    begun(own, tmp_path / "theirs")
+    tokens = torch.randint(30, (3, 32))  # four times as many as the original ones
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(own(tokens), expected, rtol=1e-4, atol=1e-4)
+    # it is no matter of rounding
+    unscaled = Decoder(**{**settings, "rotary_scaling": None}, context=32).eval()
+    begun(unscaled, tmp_path / "theirs" / "model.safetensors")
+    assert float((unscaled(tokens) - expected).detach().abs().max()) > 0.1
+    # token by token, with what is kept of those before
+    text = own.generate(tokens[:, :12], max_new_tokens=20, do_sample=False)
+    assert torch.equal(text[:, -1], own(text[:, :-1])[:, -1].argmax(-1))
+
+    own.save_pretrained(tmp_path / "ours")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(back(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    if "truncate" not in scaling:  # what is not said stays unsaid, or has the same value
+        assert back.config.rope_parameters.items() >= config.rope_parameters.items()
+
+
+def test_a_scaling_that_is_not_there_is_refused() -> None:
+    for scaling, said in (
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            r"dynamic is not there, only linear, llama3, yarn; its positions would",
+        ),
+        ({"rope_type": "yarm", "factor": 2.0}, r"yarm is not there, only linear, llama3, yarn.*yarn"),
+        ({"rope_type": "linear"}, r"model\.rotary_scaling: rope_type linear needs 'factor'"),
+        ({"rope_type": "linear", "factor": 0.5}, r"factor is 0\.5; it says how much longer"),
+        ({**LLAMA3, "beta_fast": 1}, r"llama3 has no beta_fast; it has factor, high_freq"),
+        ({**LLAMA3, "low_freq_factor": 4.0}, r"low_freq_factor 4\.0 is not below high_freq_factor 4\.0"),
+        ({**YARN, "factor": "4"}, r"factor is '4'; it is a number above 0"),
+    ):
+        with pytest.raises(Refusal, match=said):
+            Decoder(**LLAMA, rotary_scaling=scaling)
+    with pytest.raises(Refusal, match=r"model\.rotary=null has none"):
+        Decoder(**GPT2, rotary_scaling=LINEAR)

@@ -200,9 +200,11 @@ def check_override_key(override: Override, known: Mapping[str, Any], places: lis
         return [f"{override_text(override)}: {path} exists already; leave out the +"]
     if override.is_delete() and path in known and path.split(".")[0] not in GROUPS:
         return [f"{override_text(override)}: the framework needs this key; it cannot be removed"]
-    # A dict changes several keys at once, loop={epochs:3,steps:4}: each of them must be there.
+    # A dict changes several keys at once, loop={epochs:3,steps:4}: each of them must be there. In the place of null it
+    # is one value, which only the target can judge.
     value = override.value()
-    nested_values = flatten(value, f"{path}.") if isinstance(value, dict) and not override.is_add() else {}
+    several = isinstance(value, dict) and not override.is_add() and known.get(path, value) is not None
+    nested_values = flatten(value, f"{path}.") if several else {}
     problems = [
         unknown_key_message(key, known, nested_values.get(key, value))
         for key in (path, *nested_values)
