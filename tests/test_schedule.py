@@ -74,6 +74,14 @@ def test_wsd_is_stable_and_then_decays():
     assert WSD(decay=0.2)(100, 0, 100) == pytest.approx(0.0)
     assert [WSD(decay=0.2, final=0.5)(step, 0, 100) for step in (90, 100)] == pytest.approx([0.75, 0.5])
     assert set(curve(WSD(decay=0.0))) == {1.0}
+    # in steps: the same, wherever the run ends
+    assert curve(WSD(decay_steps=20)) == pytest.approx(rates)
+    assert curve(WSD(decay_steps=20), 60)[40:] == curve(WSD(decay_steps=20))[80:]
+    assert set(curve(WSD(decay_steps=0))) == {1.0}
+    # only a decay that has begun depends on the length of the run
+    assert not WSD(decay_steps=20).differs(81, 10, 100, 200)
+    assert WSD(decay_steps=20).differs(82, 10, 100, 200)
+    assert not WSD(decay=0.0).differs(100, 10, 100, 200)
 
 
 def test_the_reference_batch_scales_the_rate():
@@ -87,6 +95,7 @@ def test_the_reference_batch_scales_the_rate():
         ({"warmup": -1}, "warmup is -1"),
         ({"reference_batch": 0}, "reference_batch is 0"),
         ({"decay": 2.0}, "decay is 2"),
+        ({"decay_steps": -1}, "decay_steps is -1"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, words):

@@ -61,9 +61,9 @@ def decide_resume(run: PreparedRun) -> ResumeDecision:
     Refusal where too much has changed to learn the same.
     """
     folder, horizon, precision = run.folder, run.length.steps, run.machine.resolved_precision
-    checkpoint = peek_checkpoint(folder.path)
+    checkpoint, per_epoch = peek_checkpoint(folder.path), run.length.per_epoch
     if not has_checkpoint(folder.path) or (before := last_configuration(folder, checkpoint)) is None:
-        return ResumeDecision(precision)
+        return ResumeDecision(precision, changed=branch_changes(run))
     # a folder that was copied back from a mirror has only the checkpoint, which says the same
     environment = folder.read_previous("environment.json") or (checkpoint.state if checkpoint else {})
     # weights that do not fit first: run.accept_changes=true, which the rest may suggest, could not help there
@@ -76,7 +76,10 @@ def decide_resume(run: PreparedRun) -> ResumeDecision:
         precision = environment.get("precision", precision)
     precisions = (str(environment["precision"]), precision) if "precision" in environment else None
     horizons = (int(environment["horizon"]), horizon) if "horizon" in environment else None
-    learning = select_learning_changes(changed, precisions, horizons, run.schedule.needs_horizon)
+    # did the steps so far have the rates of this horizon? They did where a decay had not begun
+    done = checkpoint.step if checkpoint else 0
+    differs = horizons is not None and run.schedule.differs(done, per_epoch, *horizons)
+    learning = select_learning_changes(changed, precisions, horizons, differs)
     # other training samples teach something else; an evaluation on others is only told
     training, evaluation = (compare_sets(checkpoint, run.data_identity, part) for part in ("training", "evaluation"))
     training = [*compare_classes(checkpoint, run.data_identity), *training]
@@ -84,9 +87,25 @@ def decide_resume(run: PreparedRun) -> ResumeDecision:
         refuse_changes([*learning, *training], folder.path)
     # is there anything left to do?
     status, patience = read_status(folder.path), run.settings.loop.patience
-    complete = completed_message(status, horizon, run.schedule.needs_horizon)
+    complete = completed_message(status, horizon, run.schedule.differs(horizon, per_epoch, horizon, horizon + 1))
     complete = complete or early_stop_message(status, stale_evaluations(checkpoint), patience)
     return ResumeDecision(precision, complete, [str(change) for change in (*changed, *training, *evaluation)])
+
+
+def branch_changes(run: PreparedRun) -> list[str]:
+    """What of the learning differs from the run whose checkpoint `run.resume` names, for people; none without one."""
+    path = resolve_resume_path(run.settings.run.resume)
+    checkpoint = None if path is None else peek_checkpoint(path)
+    before = checkpoint.state.get("configuration") if checkpoint else None
+    if checkpoint is None or before is None:
+        return []
+    changes = find_changes(before, parse_config(run.configuration))
+    changes = [change for change in changes if change.old != ABSENT or change.key not in run.unused_keys]
+    changed = select_learning_changes(changes)
+    old = int(checkpoint.state.get("horizon", run.length.steps))
+    if run.schedule.differs(checkpoint.step, run.length.per_epoch, old, run.length.steps):
+        changed.append(Change("the schedule's horizon in steps", f"{old:,}", f"{run.length.steps:,}"))
+    return [str(change) for change in changed]
 
 
 def open_start(run: PreparedRun) -> CheckpointInfo | None:

@@ -78,6 +78,13 @@ class Schedule(StatelessSchedule, ABC):
         """The factor in the warm-up; done: the fraction of its steps, with this one."""
         return done
 
+    def differs(self, steps: int, per_epoch: int, horizon: int, other: int) -> bool:
+        """Would the first `steps` steps have other rates under one horizon than under another?"""
+        factors = (
+            (self(step, step // per_epoch, horizon), self(step, step // per_epoch, other)) for step in range(steps)
+        )
+        return self.needs_horizon and any(first != second for first, second in factors)
+
     @abstractmethod
     def at(self, step: int, epoch: int, done: float) -> float:
         """The factor after the warm-up; done: the fraction, 0..1, of the steps after the warm-up."""
@@ -136,12 +143,32 @@ class WSD(Schedule):
     """Warm-up, stable, decay: the full rate, then straight down to `final` of it in the last part of the run."""
 
     decay: float = 0.2  # part of the steps after the warm-up, 0..1
+    decay_steps: int | None = None  # or the number of these steps: a run may branch off from the stable part of another
     final: float = 0.0  # part of the full rate, 0..1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.decay <= 1:
-            raise Refusal(f"schedule.decay is {self.decay}; it is a fraction of the run, between 0 and 1")
+            raise Refusal(
+                f"schedule.decay is {self.decay}; it is a fraction of the run, between 0 and 1; in steps:"
+                " schedule.decay_steps"
+            )
+        if self.decay_steps is not None and self.decay_steps < 0:
+            raise Refusal(f"schedule.decay_steps is {self.decay_steps}; it counts optimizer steps, 0 or more")
+
+    def check(self, steps: int, per_epoch: int) -> None:
+        """Refuse a decay that would begin before the warm-up has ended."""
+        if self.decay_steps and self.warmup + self.decay_steps > steps:
+            raise Refusal(
+                f"schedule.warmup {self.warmup:,} + schedule.decay_steps {self.decay_steps:,} is more than the"
+                f" {steps:,} steps of the run (loop.steps); schedule.decay_steps={max(steps - self.warmup, 0)} fits"
+            )
+
+    def __call__(self, step: int, epoch: int, horizon: int) -> float:
+        if self.decay_steps is None or step < self.warmup:
+            return super().__call__(step, epoch, horizon)
+        into = min(max(step - (horizon - self.decay_steps), 0), self.decay_steps)  # steps of the decay
+        return 1 - (1 - self.final) * into / self.decay_steps if into else 1.0
 
     def at(self, step: int, epoch: int, done: float) -> float:
         into = max(done - (1 - self.decay), 0.0)  # how far the decay is, 0..decay

@@ -84,7 +84,6 @@ class RunFolder:
                 )
             # what is to be continued is looked at before anything is made
             try:
-                start = resolve_resume_path(resume)
                 path, restarted = choose_path(expand_home(root), name, dir, label, launch)
                 # who was started again re-enters the folder that it has made itself
                 fresh = resume == "fresh" and not restarted and not launch.requeued
@@ -92,7 +91,7 @@ class RunFolder:
                 if fresh:
                     copies.refuse_leftovers()
                 if fresh or not (has_checkpoint(path) or not copies.is_empty()):
-                    check(start)
+                    check(resolve_resume_path(resume))  # a run of its own needs what it began with no more
             except OSError as error:  # a name longer than the file system takes, a folder that may not be looked into
                 raise Refusal(f"the run's folder cannot be: {error.strerror}: {str(error.filename)[:200]}") from error
             folder = _open_locked(path, _lock_fresh if fresh else lock_folder)
