@@ -25,6 +25,7 @@ from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
+from trainer.strategies.diloco import DiLoCo
 from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
@@ -37,6 +38,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": Single,
     "dp": DP,
     "ddp": DDP,
+    "diloco": DiLoCo,
     "tp": TP,
     "ddp_tp": partial(TP, replicate=None),
     "cp": partial(TP, context=None, tensor=1),
@@ -411,6 +413,7 @@ class Case:
     backend: str | None = None
     dropout: Literal["sample", "native"] | None = None
     average: float | None = 0.9  # decay of the weights' moving average
+    max_norm: float = 1.0
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -458,7 +461,7 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         while step < case.steps:
             for batches in stream.epoch(epoch, position * case.batch):
                 parts = parallel_model.forward_backward(batches, step)
-                norm = parallel_model.optimizer_step(optimizer, 1.0)
+                norm = parallel_model.optimizer_step(optimizer, case.max_norm)
                 parallel_model.after_step(step + 1)
                 copies.start(step + 1)
                 indices = torch.cat([batch.indices for batch in batches])
@@ -471,7 +474,9 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
                 seen["indices"].append((epoch, indices.tolist()))
                 step += 1
                 if step == case.save:
+                    parallel_model.settle()
                     checkpoints.save(step, parallel_model.state(optimizer), {})
+                    parallel_model.unsettle()
                 if step == case.steps:
                     break
             epoch, position = epoch + 1, 0

@@ -65,15 +65,35 @@ def average_tensors(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUC
     """
     if ranks.size == 1:
         return
-    under_way: list[tuple[list[Tensor], Tensor, Waitable]] = []
-    for bucket in make_buckets(tensors, bucket_bytes):
-        flat = pack(bucket)
-        under_way.append((bucket, flat, ranks.all_reduce_sum_(flat)))  # the given ranks; every tensor travels once
-    for bucket, flat, work in under_way:
-        work.wait()
-        flat /= ranks.size
-        for tensor, mean in zip(bucket, unpack(flat, bucket), strict=True):
-            tensor.copy_(mean)
+    means = MeanUnderWay(tensors, ranks, bucket_bytes).read()
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean)
+
+
+class MeanUnderWay:
+    """The means of some tensors over ranks, from the moment at which they leave until somebody reads them."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        ranks: Ranks,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Collective: they leave, in this type (None: their own). What happens to them later changes nothing."""
+        self._ranks = ranks
+        self._sent: list[tuple[list[Tensor], Tensor, Waitable]] = []
+        for bucket in make_buckets(tensors, bucket_bytes):
+            flat = pack(bucket).to(dtype or bucket[0].dtype)  # (numbers,)
+            self._sent.append((bucket, flat, ranks.all_reduce_sum_(flat)))  # the given ranks; every tensor travels once
+
+    def read(self) -> list[Tensor]:
+        """The mean of each tensor, in its own type; waits for what has not arrived. To be called once."""
+        means: list[Tensor] = []
+        for bucket, flat, work in self._sent:
+            work.wait()
+            means += unpack(flat.to(bucket[0].dtype).div_(self._ranks.size), bucket)
+        return means
 
 
 def all_reduce_sums(sums: Sums, ranks: Ranks, device: torch.device) -> dict[str, Any]:

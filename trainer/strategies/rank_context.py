@@ -41,6 +41,7 @@ class RankContext:
     """
 
     narrowing: ClassVar[tuple[str, ...]] = ()  # fields that make numbers narrower than the precision; null: they do not
+    own_curve: ClassVar[bool] = False  # is its learning curve another one than that of one process, on purpose?
     sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
     activation_checkpointing: ActivationCheckpointing = "none"  # what the backward computes again instead of keeping it
     activation_offload: bool = False  # what the backward needs waits in the host's memory
@@ -91,6 +92,11 @@ class RankContext:
     def uses_units(self) -> bool:
         """Is something done to each unit of the network, whatever spreads it over ranks?"""
         return self.activation_checkpointing != "none" or self.activation_offload
+
+    @property
+    def period(self) -> int:
+        """After how many steps it sends the same again: as a rule in each."""
+        return 1
 
     # time limits
 

@@ -54,15 +54,17 @@ class NoReplicaCheck:
 
 
 def make_replica_check(
-    context: RankContext, network: nn.Module, places: Sequence[Mapping[str, int]] = ()
+    context: RankContext, network: nn.Module, places: Sequence[Mapping[str, int]] = (), between_saves: bool = True
 ) -> NoReplicaCheck:
     """What compares the copies that the ranks hold, unless the configuration switches it off.
 
-    `places`: where each rank is along each axis of the mesh; empty: every rank holds the same.
+    `places`: where each rank is along each axis of the mesh; empty: every rank holds the same. `between_saves`: are
+    copies equal after every step? Else only what is saved is compared.
     """
     if context.world.size == 1 or not context.machine.compare_copies:
         return NoReplicaCheck()
-    return ReplicaCheck(context.world, context.device, network, places or [{}] * context.world.size)
+    kind = ReplicaCheck if between_saves else SavedReplicaCheck
+    return kind(context.world, context.device, network, places or [{}] * context.world.size)
 
 
 class ReplicaCheck(NoReplicaCheck):
@@ -139,6 +141,14 @@ class ReplicaCheck(NoReplicaCheck):
             " changes weights on one rank alone (Task.after_step, a random number), or for a machine with faulty"
             " memory. Where ranks are to differ, or have different hardware: distributed.compare_copies=false"
         )
+
+
+class SavedReplicaCheck(ReplicaCheck):
+    """Copies of what is saved. Between saves each rank trains weights of its own."""
+
+    @override
+    def start(self, step: int) -> None:
+        """Nothing: ranks differ on purpose."""
 
 
 def _factor(rank: int, groups: Sequence[Sequence[int]], split: int) -> int:

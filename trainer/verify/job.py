@@ -48,8 +48,10 @@ from trainer.verify.short_run import (
     use_single_process,
 )
 from trainer.verify.training_record import Key, Phase, TrainingRecord
-from trainer.verify.verdict import Verdict, explain_cause, judge
+from trainer.verify.verdict import FirstDifference, Verdict, explain_cause, judge
 
+# what a strategy with a curve of its own shares with one process all the same, in the first step
+SHARED = (Phase.INITIAL, Phase.DATA, Phase.FORWARD, Phase.LOSS)
 Curves = Sequence[Sequence[float]]  # the losses of one process, and of the strategy
 Report = Callable[[Verdict, Curves], None]
 
@@ -100,14 +102,14 @@ class Verify(Job):
             verdict, curves, done = self._verify_exactly(run, reference, report, stop)
             # then in the precision of the run: there rounding is as large as a mistake is in fp64
             file = path_in_precision(path, run)
-            if done and file.is_file():
+            if done and file.is_file() and not verdict.on_purpose:
                 verdict, curves, done = self._verify_in_precision(run, verdict, TrainingRecord.read(file), stop)
         if not done:
             return failure.exit_code(False, launch)
         if launch.is_main:
             report(verdict, curves)
             self._remove_folder(run)
-        return 0 if verdict.same else 1
+        return 0 if verdict.same or verdict.on_purpose else 1
 
     def _verify_exactly(
         self, run: PreparedRun, reference: TrainingRecord, report: Report, stop: StopRequest
@@ -120,6 +122,8 @@ class Verify(Job):
             comparison = compare(reference, record, tolerances)
             comparisons = run.strategy.world.all_gather_values(comparison)  # all ranks
             verdict = replace(judge(reference, comparisons, ends[0]), precision=precision)
+            if is_on_purpose(verdict.first, run.strategy.own_curve):
+                return replace(verdict, on_purpose=True), [loss_curve(reference), loss_curve(record)], done
             curves = [loss_curve(reference), loss_curve(record)]
             if not done or verdict.first is None:
                 return verdict, curves, done
@@ -263,6 +267,11 @@ def plot_verdict(
     return plot_curves(title, " ".join(["trainer", *arguments]), curves, 1, smallest)
 
 
+def is_on_purpose(first: FirstDifference | None, own_curve: bool) -> bool:
+    """Does this difference come from a curve of its own? Then it begins with a gradient, or later."""
+    return own_curve and first is not None and (first.step > 1 or first.phase not in SHARED)
+
+
 def verdict_lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, because: str) -> list[str]:
     """The verdict, as it stands on the screen. because: why it is none in fp64."""
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
@@ -277,6 +286,9 @@ def verdict_lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, 
     rounding = f"; {verdict.rounding}" if verdict.rounding else ""
     if verdict.same:
         return [f"SAME: {what}, {format_count(steps, 'step')}, {gap}{rounding}", *lines]
+    if verdict.on_purpose:
+        shared = "initial values, samples, forward and loss of step 1 are those of one process"
+        return [f"OWN CURVE: {what}, on purpose; {shared}. First other at {describe_first(verdict)}", *lines]
     if verdict.first is None:
         assert verdict.rounding is not None
         if there := verdict.rounding.first:

@@ -266,6 +266,7 @@ class Verdict:
     nearest: Mapping[str, Margin] = field(default_factory=dict)  # to its limit, of each phase
     rounding: Rounding | None = None  # in the precision of the run, where that is another one
     precision: str = "fp64"  # in which all was compared
+    on_purpose: bool = False  # has the strategy a curve of its own, and is all equal that comes before its first step?
 
     @property
     def same(self) -> bool:

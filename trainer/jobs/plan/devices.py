@@ -84,7 +84,7 @@ class Device:
         # the roofline: products and memory traffic overlap inside a kernel, so that the longer one counts
         return max(products, moved / (self.bandwidth * 1e9 * REACHED["bandwidth"])) + self.launch_us * 1e-6
 
-    def send_seconds(self, op: str, ranks: int, is_far: bool, calls: int, size: float, wire: float) -> float:
+    def send_seconds(self, op: str, ranks: int, is_far: bool, calls: float, size: float, wire: float) -> float:
         """How long so many collectives take together that have this many bytes, of which this rank sends `wire`."""
         points = self.collectives.get((op, ranks, is_far))
         if points and calls:

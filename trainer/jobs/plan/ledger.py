@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,14 @@ class Ledger(TorchDispatchMode):
                 number = self._storage_number(local)
                 if kind in _CERTAIN or self._kinds.get(number) not in _CERTAIN:
                     self._kinds[number] = kind
+
+    @contextmanager
+    def making(self, kind: str) -> Iterator[None]:
+        """What is made inside is for this, where nobody says something else of it."""
+        first = len(self._makers)
+        yield
+        for number in range(first, len(self._makers)):
+            self._kinds.setdefault(number, kind)
 
     def label_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Have gradients and optimizer state labelled in each step of this optimizer."""

@@ -48,7 +48,7 @@ class Collective:
     ranks: int  # of the group
     between: bool  # do they stand in several machines?
     waits: bool  # does the step stand still meanwhile?
-    calls: int
+    calls: float  # less than one, where it comes in every so many steps
     bytes: int  # of the whole tensor: what is reduced, what all hold of it together, what one sends to another
 
     @property
@@ -59,7 +59,11 @@ class Collective:
     def extended(self, longer: Collective, times: int) -> Collective:
         """These calls, and so often what another step has more of them."""
         calls, size = longer.calls - self.calls, longer.bytes - self.bytes
-        return replace(self, calls=self.calls + times * calls, bytes=self.bytes + times * size)
+        return self.plus(replace(self, calls=times * calls, bytes=times * size))
+
+    def plus(self, other: Collective) -> Collective:
+        """Both together."""
+        return replace(self, calls=self.calls + other.calls, bytes=self.bytes + other.bytes)
 
     @property
     def wire(self) -> float:

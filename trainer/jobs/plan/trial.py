@@ -63,6 +63,18 @@ class _StepCounts:
             {name: took + times * (longer.seconds[name] - took) for name, took in self.seconds.items()},
         )
 
+    def with_share(self, others: _StepCounts, count: int) -> _StepCounts:
+        """This step and its share of what comes once in so many."""
+        sums = {each.key: each for each in self.collectives}
+        for each in others.collectives:
+            share = replace(each, calls=each.calls / count, bytes=round(each.bytes / count))
+            sums[each.key] = sums[each.key].plus(share) if each.key in sums else share
+        seconds = {name: took / count for name, took in others.seconds.items()}
+        return _StepCounts(
+            [*sums.values()],
+            {name: self.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in self.seconds | seconds},
+        )
+
 
 @dataclass(frozen=True)
 class StrategyTrial:
@@ -109,7 +121,8 @@ class StrategyTrial:
             del prepared  # whose network some strategies have taken apart
             parallel.keep_average(run.settings.ema.decay, run.settings.ema.every)
             groups = parameter_groups(parallel.network, run.spare_vectors, rules)
-            optimizer = parallel.optimizer(run.make_optimizer, groups)
+            with ledger.making("optimizer"):
+                optimizer = parallel.optimizer(run.make_optimizer, groups)
             # after the strategy has built: only now parameters are the shards that this rank holds
             ledger.label_network(parallel.network)
             ledger.label(parallel.average.state().values(), "optimizer")
@@ -117,7 +130,10 @@ class StrategyTrial:
             counts: list[_StepCounts] = []
             for number, tried in enumerate(_tried_batches(batches, parallel.interleaves)):
                 self._run_step(parallel, optimizer, tried, number, ledger)
-                counts.append(_StepCounts(traffic.take(), work.take()))
+                step = _StepCounts(traffic.take(), work.take())
+                for later in range(strategy.period):
+                    parallel.after_step(number * strategy.period + later + 1)
+                counts.append(step.with_share(_StepCounts(traffic.take(), work.take()), strategy.period))
             ledger.phase = EVALUATION  # of a larger batch, so it may be what takes most
             not_evaluated = "; ".join(_evaluate(parallel, batch) for batch in evaluated)
         # the first step is like no other; of many micro-batches the last two steps tell what one more takes
@@ -128,12 +144,11 @@ class StrategyTrial:
     def _run_step(
         self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger
     ) -> None:
-        """One optimizer step, as the loop does it."""
+        """One optimizer step, as the loop does it; what follows it may come in every so many steps alone."""
         ledger.phase = "forward and backward"
         parallel.forward_backward(batches, step)
         ledger.phase = "optimizer"
         parallel.optimizer_step(optimizer, self.run.settings.loop.max_norm)
-        parallel.after_step(step)
 
     def _read_batches(self) -> list[Batch]:
         """The micro-batches of one rank's largest step, with values; of the samples only the shapes matter."""
