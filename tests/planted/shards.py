@@ -239,7 +239,7 @@ PLANTS = {
         STRATEGY,
         {
             "trainer.jobs.build_trainer.parameter_groups": lambda original: (
-                lambda one, _, rules=(): original(one, False, rules)
+                lambda one, _, *others: original(one, False, *others)
             )
         },
         FOUR,

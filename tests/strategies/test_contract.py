@@ -490,3 +490,49 @@ def _furthest(one: Any, other: Any) -> float:
     if isinstance(one, list):
         return max((_furthest(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
     return abs(one - other)
+
+
+# where matrices are whole, gathered, of one stage: name → (processes, the case)
+MATRICES = {
+    "ddp on 2": (2, Case("ddp")),
+    "zero1 on 2": (2, Case("zero1")),
+    "fsdp on 1": (1, Case("fsdp")),
+    "fsdp on 2": (2, Case("fsdp")),
+    "fsdp on 3": (3, Case("fsdp")),  # 4 rows and 24 over 3 ranks
+    "fsdp, offloaded, on 2": (2, Case("fsdp", {"cpu_offload": True})),
+    "hsdp on 4": (4, Case("fsdp", {"replicate": 2})),
+    "tp on 2": (2, Case("tp")),
+    "ddp_tp on 4": (4, Case("ddp_tp", {"tensor": 2})),
+    "fsdp_tp on 4": (4, Case("fsdp", {"tensor": 2})),
+    "pp on 2": (2, Case("pp")),
+    "ddp_pp on 4": (4, Case("pp", {"pipe": 2, "replicate": 2})),
+    "fsdp_pp on 4": (4, Case("pp", {"pipe": 2, "shard": 2})),
+    "cp on 2": (2, Case("cp", network="gpt", task="next")),
+    "fsdp_cp on 4": (4, Case("fsdp", {"context": 2}, network="gpt tied", task="next")),
+    "gpt, fsdp_tp on 4": (4, Case("fsdp", {"tensor": 2}, network="gpt", task="next")),
+}
+NEED_WHOLE = [(where, "muon") for where in MATRICES] + [(where, "shampoo") for where in ("fsdp on 2", "fsdp_tp on 4")]
+
+
+@pytest.mark.parametrize(("where", "optimizer"), quickly(NEED_WHOLE, ("fsdp on 3", "muon"), ("fsdp_tp on 4", "muon")))
+def test_whole_matrices_have_one_curve_and_resume_to_the_bit(
+    train: Any, where: str, optimizer: str, tmp_path: Path
+) -> None:
+    size, case = MATRICES[where]
+    case = case.but(optimizer=optimizer, precision="fp64", steps=8)
+    alone = case.but(strategy="single", fields={})
+    (reference,), ranks = train(1, alone), train(size, case)
+    for rank in ranks:
+        assert max(apart(rank["losses"], reference["losses"])) < 1e-10
+        assert max(apart(rank["norms"], reference["norms"])) < 1e-10
+        for name, weights in rank["weights"].items():
+            assert _furthest(weights, reference["weights"][name]) < 1e-10, name
+    assert {name for rank in ranks for name in rank["state"]} == set(reference["state"])
+    # stopped and resumed, to the bit; then one process goes on from its checkpoint, and it from that one's
+    folder = str(tmp_path)
+    train(size, case.but(folder=folder, save=3, steps=3))
+    for rank, unbroken in zip(train(size, case.but(folder=folder, start=3, save=5, steps=5)), ranks, strict=True):
+        assert rank["losses"] == unbroken["losses"][3:5]
+    (other,) = train(1, alone.but(folder=folder, start=5, save=7, steps=7))
+    (last, *_) = train(size, case.but(folder=folder, start=7))
+    assert max(apart(other["losses"] + last["losses"], reference["losses"][5:])) < 1e-10

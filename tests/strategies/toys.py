@@ -19,6 +19,8 @@ from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader, TrainLoader, digest_indices
 from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import freeze
+from trainer.learning.muon import Muon
+from trainer.learning.optimizer import find_elementwise, parameter_groups
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.device_mesh import to_local
 from trainer.records.checkpoint.manager import CheckpointManager
@@ -419,9 +421,40 @@ class Case:
         return replace(self, **changes)
 
 
+class Shampoo(torch.optim.Optimizer):
+    """As packages have it (Gupta et al. 2018): two factors for each matrix, whose roots need all of its rows."""
+
+    whole_matrices = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                gradient, state = p.grad.reshape(len(p), -1), self.state[p]
+                if not state:
+                    state |= {"rows": torch.eye(len(gradient)).to(p), "columns": torch.eye(gradient.shape[1]).to(p)}
+                state["rows"] += gradient @ gradient.T
+                state["columns"] += gradient.T @ gradient
+                left, right = (_root(state[key]) for key in ("rows", "columns"))
+                p.sub_((left @ gradient @ right).view(p.shape), alpha=group["lr"])
+
+
+def _root(factor: Tensor) -> Tensor:
+    """Its power of -1/4."""
+    values, vectors = torch.linalg.eigh(factor)
+    return vectors * values.pow(-0.25) @ vectors.T
+
+
 def make_optimizer(kind: str) -> Any:
     if kind == "adamw":
         return lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True)
+    if kind == "muon":
+        return lambda groups: Muon(groups, lr=0.01, scaling="jordan", adamw_lr=0.003)
+    if kind == "shampoo":
+        return lambda groups: Shampoo(groups, lr=0.01)
     return lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, fused=True)
 
 
@@ -434,18 +467,20 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     machine = Machine(launch=launch, seed=case.seed, dropout=case.dropout, **words)
     strategy = STRATEGIES[case.strategy](machine=machine, **case.fields)
     strategy.data_ranks(launch.world_size)
-    make = NETWORKS[case.network]
-    network = strategy.outline(make)[0] if case.start else built(strategy, make)  # what is read need not be built
+    make_network = NETWORKS[case.network]
+    # what is read need not be built
+    network = strategy.outline(make_network)[0] if case.start else built(strategy, make_network)
     strategy.check(task, network, launch.world_size)
+    make = make_optimizer(case.optimizer)
+    elementwise = find_elementwise(make, network)
     seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
     with strategy:
         stream = TrainLoader(data, data.train(), strategy.slice, case.batch, case.micro_batches, LoaderOptions())
         # of 101 samples the last batch has 2: some of 3 or 4 ranks have none
         evaluation = EvalLoader(data, data.evaluation(), strategy.slice, 33, case.micro_batches, LoaderOptions())
         parallel_model = strategy.build(task, network, stream.example())
-        optimizer = parallel_model.optimizer(
-            make_optimizer(case.optimizer), [{"params": list(parallel_model.network.parameters())}]
-        )
+        groups = parameter_groups(parallel_model.network, False, (), elementwise)
+        optimizer = parallel_model.optimizer(make, groups)
         parallel_model.keep_average(case.average, every=2)
         seen["initial"] = {name: whole(value) for name, value in parallel_model.network.state_dict().items()}
         checkpoints = CheckpointManager(Path(case.folder), strategy.world, keep=3) if case.folder else None

@@ -117,6 +117,7 @@ class PreparedRun(RunParts):
     network: nn.Module  # without values where ranks are to hold shards of it
     whole_because: str  # why it has values in spite of that; empty as a rule
     rules: list[Rule]  # rates and decays of some parameters of this network
+    elementwise: frozenset[str] | None  # parameters that the optimizer steps otherwise; None: all alike
     initial: InitialWeights  # values to begin with that were not built; only the main rank has them
     folder: RunFolder
     data_identity: dict[str, Any]  # what a resume tells other data by: samples, fingerprints, classes; main rank only
@@ -234,11 +235,16 @@ def optimizer_maker(
     fused = fused_argument(kind, settings.optimizer.fused, node.get("dampening", 0))
     refuse_rate(node.get("lr", 0.0))
     refuse_rules(kind, settings.optimizer.groups)
-    make = make_factory(node, Optimizer, "optimizer", names, **fused)
+    factory = make_factory(node, Optimizer, "optimizer", names, **fused)
+
+    def make(groups: Any) -> Optimizer:
+        optimizer = expose_inner_optimizers(factory(groups))
+        if settings.optimizer.whole_matrices is not None:
+            vars(optimizer)["whole_matrices"] = settings.optimizer.whole_matrices
+        return optimizer
+
     decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in settings.optimizer.groups)]
-    return lambda groups: expose_inner_optimizers(make(groups)), any(
-        should_spare_vectors(kind, amount, settings.optimizer.decay) for amount in decays
-    )
+    return make, any(should_spare_vectors(kind, amount, settings.optimizer.decay) for amount in decays)
 
 
 def make_schedule(node: DictConfig, make_optimizer: Callable[[Any], Optimizer], names: AllowedTargets) -> Schedule:

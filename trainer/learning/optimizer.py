@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import cache, partial
 from inspect import signature, unwrap
@@ -19,7 +19,7 @@ from trainer.messages import Refusal
 EMPTY_ERROR = "empty parameter list"  # what torch says of an optimizer that gets nothing
 
 
-def make_trial_optimizer(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
+def make_trial_optimizer(make: Callable[[Any], Optimizer]) -> Optimizer:
     """An optimizer over a small matrix, which all of them take; with a vector, if an inner optimizer needs one."""
     parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     try:
@@ -33,12 +33,12 @@ def make_trial_optimizer(make: Callable[[list[nn.Parameter]], Optimizer]) -> Opt
 
 @cache
 def without_compiler(target: Callable[..., Any]) -> Callable[..., Any]:
-    """A class of torch.optim that leaves torch's compiler alone; anything else as it is.
+    """A class of torch.optim or of the program that leaves torch's compiler alone; anything else as it is.
 
     torch wraps these methods so that no graph holds them, and imports its compiler for that: a third of a start. A step
     as one graph does not call them.
     """
-    if not (isinstance(target, type) and target.__module__.startswith("torch.optim.")):
+    if not (isinstance(target, type) and target.__module__.startswith(("torch.optim.", "trainer."))):
         return target
     kind: Any = target
     wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -102,16 +102,29 @@ def should_spare_vectors(kind: Any, weight_decay: float | None, decay: str) -> b
     return decay == "weights" and argument is not None and amount != 0
 
 
-def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = ()) -> Groups:
+def needs_whole_matrices(make: Make) -> bool:
+    """Does this optimizer compute with whole matrices, so that a shard of one would be stepped otherwise?"""
+    return bool(getattr(make_trial_optimizer(make), "whole_matrices", False))
+
+
+def find_elementwise(make: Make, network: nn.Module) -> frozenset[str] | None:
+    """The names of the parameters that the optimizer steps element by element, unlike others; None: all alike."""
+    find = getattr(make_trial_optimizer(make), "find_elementwise", None)
+    return None if find is None else find(network)
+
+
+def parameter_groups(
+    network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = (), elementwise: Set[str] | None = None
+) -> Groups:
     """The trainable parameters, in as few groups as possible: each group is a kernel call of its own in every step.
 
     The first group has the optimizer's own rate, which is the one that is logged; it may be empty. If several rules
-    apply to a parameter, the first one counts.
+    apply to a parameter, the first one counts. elementwise: of `find_elementwise`.
     """
-    # a group for each answer to: which rule applies, does it decay, can a fused step take it? No fused step takes
-    # sparse gradients or complex numbers
+    # a group for each answer to: which rule applies, is it stepped element by element, does it decay, can a fused step
+    # take it? No fused step takes sparse gradients or complex numbers
     sparse = {embedding.weight for embedding in find_sparse_embeddings(network).values()}
-    groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {(0, False, False): []}
+    groups: dict[tuple[int, bool, bool, bool], list[nn.Parameter]] = {(0, False, False, False): []}
     names: dict[nn.Parameter, list[str]] = {}  # a tied weight has several
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -120,14 +133,16 @@ def parameter_groups(network: nn.Module, spare_vectors: bool, rules: Sequence[Ru
             rule = next((at for at, rule in enumerate(rules, 1) if any(map(rule.applies_to, aliases))), 0)
             spared = spare_vectors and parameter.dim() <= 1
             unfused = parameter in sparse or parameter.is_complex()
-            groups.setdefault((rule, spared, unfused), []).append(parameter)
+            alone = elementwise is not None and not elementwise.isdisjoint(aliases)
+            groups.setdefault((rule, alone, spared, unfused), []).append(parameter)
     settings: list[dict[str, Any]] = [{}, *(rule.hyperparameters() for rule in rules)]
     return [
         {"params": group}
         | settings[rule]
+        | ({"elementwise": True} if alone else {})
         | ({"weight_decay": 0.0} if spared else {})
         | ({"fused": False} if unfused else {})
-        for (rule, spared, unfused), group in sorted(groups.items(), key=lambda item: item[0])
+        for (rule, alone, spared, unfused), group in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
 
 from trainer.messages import Refusal
+from trainer.parallel.whole_matrices import WholeMatrixOptimizer
 
 OPTIMIZER_PREFIX = "optimizer/"
 EMA_PREFIX = "ema/"
@@ -47,8 +48,11 @@ def empty_optimizer_state(
     known: the names of the whole network, of which this rank may hold some. Refusal where state belongs to none.
     """
     # a rank may own, or hold, a few of the network's parameters: others read the rest
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = {name: parameter for name, parameter in network.named_parameters() if id(parameter) in optimized}
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parameters: dict[str, Tensor] = {name: p for name, p in network.named_parameters() if p in optimized}
+    if isinstance(optimizer, WholeMatrixOptimizer):  # of some parameters the whole, or nothing
+        likes = {name: optimizer.state_like(parameter) for name, parameter in parameters.items()}
+        parameters = {name: like for name, like in likes.items() if like is not None}
     space: dict[str, Tensor] = {}
     for name, parameter_name, _ in _split_names(stored):
         if parameter_name not in known:

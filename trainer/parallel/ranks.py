@@ -102,6 +102,10 @@ class Ranks:
         """Collective: start sending the main rank a tensor of each rank, which it has after wait(); others get none."""
         return [tensor], COMPLETED
 
+    def exchange(self, flat: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
+        """Collective: so many numbers of a flat tensor go to each rank; what came from each, in rank order."""
+        return flat
+
     def barrier(self) -> None:
         """Collective: return when every rank has arrived."""
 
@@ -221,6 +225,13 @@ class Group(Ranks):
         # these ranks; each sends its tensor to the first
         work = dist.gather(tensor, tensors or None, dst=self._first, group=self.group, async_op=True)
         return tensors, work or COMPLETED
+
+    def exchange(self, flat: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
+        """Collective: so many numbers of a flat tensor go to each rank; what came from each, in rank order."""
+        came = flat.new_empty(sum(expected))
+        # these ranks; each sends each other one its numbers
+        dist.all_to_all_single(came, flat, list(expected), list(counts), group=self.group)
+        return came
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""

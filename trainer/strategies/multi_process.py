@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -246,6 +247,17 @@ class Meshed(Joined):
     @override
     def at(self) -> dict[str, int]:
         return self.places()[self.world.rank]
+
+    @cached_property
+    def stage_group(self) -> Ranks:
+        """Collective when it is first asked for: the ranks that hold copies or shards of the same parameters."""
+        split = "tensor" in (self.mesh.mesh_dim_names or ())
+        return ranks_along(self.mesh, "replicate", "shard", "tensor") if split else self._learning
+
+    def stage_places(self) -> list[dict[str, int]]:
+        """Where each of these ranks is along each axis of the mesh."""
+        stage = self.at().get("pipe")
+        return [place for place in self.places() if place.get("pipe") == stage]
 
     def places(self) -> list[dict[str, int]]:
         """Where each rank is along each axis of the mesh: as the mesh says, so nobody need be asked."""

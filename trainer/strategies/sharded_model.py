@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from typing_extensions import override
 
 from trainer.data.nested_tensors import map_tensors
-from trainer.learning.optimizer import Groups, Make
+from trainer.learning.optimizer import Groups, Make, needs_whole_matrices
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import Refusal
@@ -39,6 +39,7 @@ from trainer.parallel.tensor_parallel import (
     check_replicated_parameters,
     redistribute_gradients,
 )
+from trainer.parallel.whole_matrices import WholeMatrixOptimizer
 from trainer.strategies.loss import Forward
 from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
@@ -118,8 +119,14 @@ class ShardedModel(ParallelModel):
 
     @override
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
-        """Build the optimizer; split and whole parameters in separate groups, because its kernels take no mixture."""
+        """Build the optimizer; split and whole parameters in separate groups, because its kernels take no mixture.
+
+        Collective where it needs whole matrices.
+        """
         unmixed = [part for group in groups for part in _split_by_mesh(group)]
+        if needs_whole_matrices(make):
+            strategy = self.strategy
+            return WholeMatrixOptimizer(make, unmixed, strategy.stage_group, strategy.stage_places())
         optimizer = make(unmixed)
         if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
             return optimizer
@@ -137,7 +144,8 @@ class ShardedModel(ParallelModel):
             reason = str(error).split(". ")[0].splitlines()[0][:200]
             raise Refusal(
                 f"strategy={self.strategy.name}: {type(optimizer).__name__} cannot step parameters of which ranks hold"
-                f" shards ({reason}); strategy=zero1 and ddp keep each of them whole"
+                f" shards ({reason}); with ++optimizer.whole_matrices=true each is whole where it is stepped, as under"
+                " strategy=zero1 and ddp"
             ) from error
 
     @override

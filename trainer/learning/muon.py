@@ -1,0 +1,173 @@
+"""Muon: matrices are stepped along the nearest orthogonal matrix to their momentum, all other parameters by AdamW.
+
+K. Jordan et al., Muon, 2024; J. Liu et al. (Moonshot), Muon is Scalable for LLM Training, 2025, arXiv:2502.16982.
+`torch.optim.Muon` is not used: it computes in bf16 whatever the weights are, so that no two layouts would have one
+curve, and it takes nothing but matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adam import adam
+
+from trainer.learning.parameter_patterns import matches_or_contains, resolve_pattern
+from trainer.messages import Refusal
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values come near 1 in few iterations, not to 1
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+EMBEDDINGS, HEAD = "embeddings", "head"  # words of `adamw` that are found by the type of a module, and by its place
+
+
+class Muon(Optimizer):
+    """Muon for matrices, and AdamW for groups that say `elementwise` and for what is no matrix.
+
+    A weight of a convolution, (out, in, …), counts as the matrix (out, in · …). A fused qkv weight is one matrix.
+    """
+
+    whole_matrices = True  # a shard of a matrix has other singular values: strategies give each one whole to a rank
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        scaling: Literal["moonshot", "jordan"] = "moonshot",
+        newton_schulz: Literal["fp32", "bf16"] = "fp32",
+        iterations: int = 5,
+        adamw: Sequence[str] = (EMBEDDINGS, HEAD),
+        adamw_lr: float | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+    ) -> None:
+        if lr < 0 or not 0 <= momentum < 1 or iterations < 1:
+            raise ValueError("lr is 0 or more, momentum from 0 to below 1, iterations 1 or more")
+        self._adamw_patterns = tuple(adamw)
+        rate = {} if adamw_lr is None else {"lr": adamw_lr}
+        groups = [{**rate, **each} if isinstance(each, dict) and each.get("elementwise") else each for each in params]
+        numbers = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        how = {"scaling": scaling, "newton_schulz": newton_schulz, "iterations": iterations}
+        super().__init__(groups, {**numbers, **how, "betas": adamw_betas, "eps": adamw_eps, "elementwise": False})
+
+    def find_elementwise(self, network: nn.Module) -> frozenset[str]:
+        """The names of the parameters that AdamW steps. Refusal where none of those that learn is left for Muon."""
+        names = {name for pattern in self._adamw_patterns for name in _find_parameters(network, pattern)}
+        modules = [module for module in network.modules() if isinstance(module, CONVOLUTIONS)]
+        convolutions = {parameter for module in modules for parameter in module.parameters()}
+        named = dict(network.named_parameters(remove_duplicate=False))
+        names |= {name for name, parameter in named.items() if not _is_matrix(parameter, parameter in convolutions)}
+        elementwise = {named[name] for name in names}  # a tied weight by any of its names
+        if not any(parameter.requires_grad and parameter not in elementwise for parameter in named.values()):
+            raise Refusal(
+                f"optimizer: {type(network).__name__} has nothing for Muon: all that learns is no matrix, or named by"
+                f" optimizer.adamw={[*self._adamw_patterns]}; use optimizer=adamw, or a shorter optimizer.adamw"
+            )
+        return frozenset(name for name, parameter in named.items() if parameter in elementwise)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        for group in self.param_groups:
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            elementwise = [parameter for parameter in used if group["elementwise"] or parameter.dim() < 2]
+            if elementwise:
+                self._step_by_adamw(elementwise, group)
+            for parameter in used if len(elementwise) < len(used) else ():
+                if parameter.dim() >= 2:
+                    self._step_by_muon(parameter, group)
+
+    def _step_by_muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise RuntimeError("Muon does not support sparse gradients")
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        matrix = direction.flatten(1)  # (rows, columns)
+        update = orthogonalize(matrix, group["iterations"], group["newton_schulz"]).view(parameter.shape)
+        rows, columns = matrix.shape
+        # moonshot: entries as large as those of AdamW's steps are on the average; jordan: as the norm of a layer wants
+        scale = 0.2 * sqrt(max(rows, columns)) if group["scaling"] == "moonshot" else sqrt(max(1.0, rows / columns))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * scale)
+
+    def _step_by_adamw(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise RuntimeError("Muon's AdamW does not support sparse gradients")
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        first, second, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        beta1, beta2 = group["betas"]
+        adam(
+            [*parameters],
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=True,
+            has_complex=any(parameter.is_complex() for parameter in parameters),
+        )
+
+
+def orthogonalize(matrix: Tensor, iterations: int, precision: str) -> Tensor:
+    """A matrix of the same singular vectors, whose singular values are near 1: (rows, columns), in the matrix's type.
+
+    Newton–Schulz: an odd polynomial, again and again. In fp64 where the matrix is fp64, whatever the precision says:
+    there all strategies have one curve to the last digits.
+    """
+    single = torch.bfloat16 if precision == "bf16" else torch.float32
+    x = matrix.to(torch.float64 if matrix.dtype == torch.float64 else single)
+    tall = len(matrix) > matrix.shape[1]
+    x = x.mT if tall else x  # the products below are of the smaller side's size then
+    x = x / (x.norm() + 1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(iterations):
+        gram = x @ x.mT  # (smaller side, smaller side)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrix.dtype).contiguous()
+
+
+def _is_matrix(parameter: Tensor, convolution: bool) -> bool:
+    """Has it rows and columns? Positions and tokens, (1, n, d), and stacks of matrices have not."""
+    sides = parameter.flatten(1).shape if convolution and parameter.dim() > 2 else parameter.shape
+    return len(sides) == 2 and min(sides) > 1 and parameter.is_floating_point()
+
+
+def _find_parameters(network: nn.Module, pattern: str) -> Iterable[str]:
+    """The names of the parameters that one entry of `adamw` means; none where the network has no such thing."""
+    names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
+    if pattern in (EMBEDDINGS, HEAD) and not any(matches_or_contains(pattern, name) for name in names):
+        kinds: Any = (nn.Embedding, nn.EmbeddingBag) if pattern == EMBEDDINGS else nn.Linear
+        modules = [name for name, module in network.named_modules() if isinstance(module, kinds)]
+        inside = tuple(f"{name}." if name else "" for name in (modules if pattern == EMBEDDINGS else modules[-1:]))
+        return [name for name in names if name.startswith(inside)] if inside else []
+    resolved = resolve_pattern(network, pattern, "optimizer.adamw")
+    return [name for name in names if any(matches_or_contains(each, name) for each in resolved)]
