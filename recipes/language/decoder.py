@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from recipes.language.causal import Causal
 from recipes.language.generation import continued
+from recipes.language.masks import Masks
 from recipes.language.past import NoPast
 from recipes.language.rotary import NoRotary, Rotary
 from recipes.language.rotary_scaling import scaling_of
@@ -30,22 +32,30 @@ class Attention(nn.Module):
     the rows cuts whole groups. As many groups as heads is the usual attention.
     """
 
-    def __init__(self, width: int, heads: int, groups: int, bias: bool, qkv_bias: bool, positions: nn.Module) -> None:
+    def __init__(
+        self, width: int, heads: int, groups: int, bias: bool, qkv_bias: bool, positions: nn.Module, masks: Masks
+    ) -> None:
         super().__init__()
         self.head_width, self.each = width // heads, heads // groups
         self.qkv = nn.Linear(width, (heads + 2 * groups) * self.head_width, bias=qkv_bias)
         self.out = nn.Linear(width, width, bias=bias)
-        self.positions, self.core = positions, Causal(grouped=self.each > 1)
+        self.positions, self.core = positions, Causal(self.each > 1, masks)
 
-    def forward(self, x: Tensor, past: NoPast = ALL) -> Tensor:
-        """(B, T, width) to (B, T, width); -1 stands for the groups that this rank has."""
+    def forward(
+        self, x: Tensor, past: NoPast = ALL, places: Tensor | None = None, begins: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, width) to (B, T, width); -1 stands for the groups that this rank has.
+
+        places (B, T): of tokens in their documents; begins (B, 1, T, 1): the first token that each may see.
+        """
         batch, tokens, _ = x.shape
         packed = self.qkv(x).view(batch, tokens, -1, self.each + 2, self.head_width)  # (B, T, groups, …, head)
         q, k, v = packed.split((self.each, 1, 1), dim=3)
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))  # (B, heads or groups, T, head)
-        start = past.tokens
+        start = past.tokens if places is None else places
         q, (k, v) = self.positions(q, start), past.extended(self.positions(k, start), v)
-        return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
+        seen = {} if begins is None else {"begins": begins}
+        return self.out(self.core(q, k, v, **seen).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -93,9 +103,9 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = norms[1], mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, *past: NoPast) -> Tensor:
+    def forward(self, x: Tensor, *past: NoPast, **documents: Tensor) -> Tensor:
         """(B, T, width) to (B, T, width)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), *past))
+        x = x + self.dropout(self.attention(self.attention_norm(x), *past, **documents))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -140,13 +150,12 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(context, width) if rotary is None else None
         self.dropout = nn.Dropout(dropout)
-        qkv_bias = bias if qkv_bias is None else qkv_bias
+        qkv_bias, masks = bias if qkv_bias is None else qkv_bias, Masks()
+        turn = partial(_positions, width // heads, context, rotary, rotary_scaling)
         self.blocks = nn.ModuleList(
             Block(
                 (NORMS[norm](width, eps=eps), NORMS[norm](width, eps=eps)),
-                Attention(
-                    width, heads, groups, bias, qkv_bias, _positions(width // heads, context, rotary, rotary_scaling)
-                ),
+                Attention(width, heads, groups, bias, qkv_bias, turn(), masks),
                 MLPS[mlp](width, inner or 4 * width, bias),
                 dropout,
             )
@@ -158,17 +167,21 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers (B, T) to scores (B, T, vocab_size)."""
-        return self.head(self._hidden(tokens))
+    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Token numbers (B, T) to scores (B, T, vocab_size).
 
-    def losses(self, tokens: Tensor, targets: Tensor, ignored: int, chunk: int) -> Tensor:
+        begins (B, T): the place in its sample at which each token's document begins; None: a sample is one document.
+        """
+        return self.head(self._hidden(tokens, begins))
+
+    def losses(self, tokens: Tensor, targets: Tensor, ignored: int, chunk: int, begins: Tensor | None = None) -> Tensor:
         """The loss of each token (B, T), with scores of `chunk` tokens at once; 0 where the target is `ignored`."""
-        return self.head(self._hidden(tokens), targets=targets, ignored=ignored, chunk=chunk)
+        return self.head(self._hidden(tokens, begins), targets=targets, ignored=ignored, chunk=chunk)
 
     def scores(self, tokens: Tensor, pasts: Sequence[NoPast]) -> Tensor:
         """The same for tokens (B, T) behind others: of those each block has its own past."""
-        x = self._embedded(tokens, pasts[0].tokens)
+        start = pasts[0].tokens
+        x = self._embedded(tokens, torch.arange(start, start + tokens.shape[1], device=tokens.device))
         for block, past in zip(self.blocks, pasts, strict=True):
             x = block(x, past)
         return self.head(self.norm(x))
@@ -181,18 +194,22 @@ class Decoder(nn.Module):
         bold = temperature if do_sample else 0.0
         return continued(self.scores, len(self.blocks), self.context, tokens, max_new_tokens, bold, top_k or None)
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
+    def _hidden(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
         """(B, T) to what the head is given (B, T, width)."""
-        x = self._embedded(tokens, 0)
+        places, documents = torch.arange(0, tokens.shape[1], device=tokens.device), {}
+        if begins is not None:
+            places = places - begins  # (B, T); context ranks add where their pieces lie
+            documents = {"places": places, "begins": begins[:, None, :, None].int()}
+        x = self._embedded(tokens, places)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, **documents)
         return self.norm(x)
 
-    def _embedded(self, tokens: Tensor, start: int) -> Tensor:
-        """(B, T) to the stream (B, T, width); start: the place of the first token."""
+    def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """(B, T) to the stream (B, T, width); places: of the tokens, (T,) or (B, T)."""
         x = self.embed(tokens)
         if self.position is not None:
-            x = x + self.position(torch.arange(start, start + tokens.shape[1], device=tokens.device))
+            x = x + self.position(places)
         return self.dropout(x)
 
     def _initialise(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from copy import copy
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import BadData, Refusal
 
@@ -18,19 +22,31 @@ class NextToken(Task):
     bytes_per_token: of the evaluation's text, on average; None: not known, and no bits are told. ignored: the target
     that does not count; None: all count, which every rank then knows without a word. loss_chunk: the network gives the
     loss of each token (B, T), and has the scores of so many tokens at once; None: it gives the scores of all. A
-    subclass whose metrics want scores gets them in an evaluation.
+    subclass whose metrics want scores gets them in an evaluation. pack: inputs are token numbers and, as many, the
+    places in the sample at which their documents begin: the network is given both.
     """
 
     def __init__(
-        self, bytes_per_token: float | None = None, ignored: int | None = None, loss_chunk: int | None = None
+        self,
+        bytes_per_token: float | None = None,
+        ignored: int | None = None,
+        loss_chunk: int | None = None,
+        pack: bool = False,
     ) -> None:
+        self._pack = pack
         self._bytes, self._ignored, self.loss_chunk = bytes_per_token, ignored, loss_chunk
         self._skipped = -100 if ignored is None else ignored  # torch's own
         if loss_chunk is not None and loss_chunk < 1:
             raise Refusal(f"task.loss_chunk={loss_chunk}: it is a number of tokens, at least 1; null: all at once")
 
     def check(self, network: nn.Module) -> None:
-        """Refuse chunks where the network cannot compute its loss by itself."""
+        """Refuse chunks where the network cannot compute its loss by itself, and documents that it would mix."""
+        if self._pack and "begins" not in inspect.signature(network.forward).parameters:
+            raise Refusal(
+                f"data.pack=true: {type(network).__name__} would let tokens see other documents of their sample: its"
+                " forward must take (tokens, begins), as that of the decoders of recipes.language does;"
+                " data.pack=false works with every network"
+            )
         if self.loss_chunk is not None and not callable(getattr(network, "losses", None)):
             raise Refusal(
                 f"task.loss_chunk={self.loss_chunk}: {type(network).__name__} has no method losses(tokens, targets,"
@@ -38,11 +54,23 @@ class NextToken(Task):
                 " task.loss_chunk=null works with every network"
             )
 
-    def forward(self, network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def plan(self, network: nn.Module) -> Plan:
+        """The network's; attention with a mask gathers keys and values, which a ring takes without one only."""
+        plan = super().plan(network)
+        if not (self._pack and plan.context):
+            return plan
+        from trainer.parallel.context_parallel import GatheredKeys
+        from trainer.parallel.ring_attention import RingAttention
+
+        rings = {name: GatheredKeys() for name, style in plan.context.items() if isinstance(style, RingAttention)}
+        return replace(plan, context={**plan.context, **rings})
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
         """Scores (B, T, vocabulary); in chunks the loss of each token (B, T)."""
+        tokens, *begins = (inputs[0], inputs[1]) if self._pack else (inputs,)
         if self.loss_chunk is None or not (network.training or type(self).metrics is Task.metrics):
-            return network(inputs)
-        return network.losses(inputs, targets, self._skipped, self.loss_chunk)  # type: ignore[operator]  # `check` has looked
+            return network(tokens, *begins)
+        return network.losses(tokens, targets, self._skipped, self.loss_chunk, *begins)  # type: ignore[operator]  # `check` has looked
 
     def with_whole_outputs(self) -> NextToken:
         """The same without chunks."""

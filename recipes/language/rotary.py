@@ -34,9 +34,9 @@ class Rotary(nn.Module):
         self.register_buffer("cos", (by * angles.cos()).float().repeat(1, 2), persistent=False)
         self.register_buffer("sin", (by * angles.sin()).float().repeat(1, 2), persistent=False)
 
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        """(B, heads, T, head) to the same, turned; start: the place of the first token."""
-        places = slice(start, start + x.shape[2])
+    def forward(self, x: Tensor, start: int | Tensor) -> Tensor:
+        """(B, heads, T, head) to the same, turned; start: the place of the first token, or of all of them (B, T)."""
+        places = start[:, None] if isinstance(start, Tensor) else slice(start, start + x.shape[2])
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
         return (x * self.cos[places] + turned * self.sin[places]).to(x.dtype)
@@ -45,6 +45,6 @@ class Rotary(nn.Module):
 class NoRotary(nn.Module):
     """The same where positions are learned vectors: queries and keys stay as they are."""
 
-    def forward(self, x: Tensor, start: int) -> Tensor:
+    def forward(self, x: Tensor, start: int | Tensor) -> Tensor:
         """(B, heads, T, head) to the same."""
         return x

@@ -54,7 +54,9 @@ def _by_sequence(tied: bool, learned: bool) -> dict[str, ParallelStyle]:
         "norm": SequenceParallel(),
     }
     if learned:
-        plan["position"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+        plan["position"] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(-2)
+        )  # (…, T, width)
     if tied:
         plan["embed"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
         plan["head"] = PrepareModuleInput(**whole, use_local_output=True)  # for a weight that is no DTensor

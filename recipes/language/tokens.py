@@ -22,15 +22,22 @@ class Tokens(Data):
     """Windows of a folder's tokens, each with the same window one token further on as its targets: (B, length).
 
     boundaries: a window begins with its document or behind the window before, and ends with its document at the latest;
-    what is left is padding that does not count. Without, documents are packed: windows run on from one into the next.
+    what is left is padding that does not count. Without, windows run on from one document into the next. pack: so they
+    do, and inputs are tokens and the places in the window at which their documents begin, (B, length) each. What a
+    window's end cuts off begins the next window, as a document of its own. The last token of a document predicts none.
     """
 
-    def __init__(self, folder: str, length: int = 1024, boundaries: bool = False) -> None:
+    def __init__(self, folder: str, length: int = 1024, boundaries: bool = False, pack: bool = False) -> None:
         if length < 1:
             raise Refusal(f"data.length is {length}; it is a number of tokens, 1 or more")
+        if pack and boundaries:
+            raise Refusal(
+                "data.pack=true fills samples with documents, and data.boundaries=true gives each its own sample:"
+                " data.boundaries=false"
+            )
         index, splits = opened(expand_home(folder))
         self.vocab_size = int(index["vocab_size"])
-        self._splits = {name: Windows(split, length, boundaries) for name, split in splits.items()}
+        self._splits = {name: Windows(split, length, boundaries, pack) for name, split in splits.items()}
         if not len(train := self._splits["train"]):
             works = f"data.length={train.longest}" if train.longest > 0 else "more text"
             raise Refusal(
@@ -39,7 +46,7 @@ class Tokens(Data):
             )
         held = splits.get("evaluation") or splits["train"]
         self.bytes_per_token = held.bytes / max(1, held.tokens)
-        self.ignored = PADDED if boundaries else None
+        self.ignored = PADDED if boundaries or pack else None
         self._tokenizer: str | None = index.get("tokenizer")
 
     def train(self) -> Windows:
@@ -73,20 +80,21 @@ class Tokens(Data):
 class Windows(Dataset):
     """Windows of one split by number, read when they are asked for."""
 
-    def __init__(self, shards: Shards, length: int, boundaries: bool) -> None:
-        self._shards, self._length = shards, length
+    def __init__(self, shards: Shards, length: int, boundaries: bool, pack: bool) -> None:
+        self._shards, self._length, self._pack = shards, length, pack
         # what no window may cross: (pieces + 1,) places in tokens of the split
         edges = numpy.concatenate(([0], shards.ends))
         edges = numpy.union1d(edges, shards.starts) if boundaries else edges
         sizes = numpy.diff(edges) - 1  # the last token of a piece is only a target
-        counts = -(-sizes // length) if boundaries else sizes // length  # windows of each piece
+        # windows of each piece; without padding the last one would lack tokens
+        counts = -(-sizes // length) if boundaries or pack else sizes // length
         self._starts, self._ends, self.longest = edges[:-1], edges[1:], int(sizes.max(initial=0))
         self._before: NDArray[numpy.int64] = numpy.concatenate(([0], numpy.cumsum(counts.clip(min=0))))
 
     def __len__(self) -> int:
         return int(self._before[-1])
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> tuple[Any, Tensor]:
         """Inputs and targets (B, length) int64; behind the end of a document 0 and -100."""
         inputs = torch.zeros(len(indices), self._length, dtype=torch.int64)
         targets = torch.full_like(inputs, PADDED)
@@ -98,8 +106,23 @@ class Windows(Dataset):
         for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             tokens = torch.from_numpy(self._shards.read(start, count + 1).astype(numpy.int64))
             inputs[row, :count], targets[row, :count] = tokens[:-1], tokens[1:]
-        return inputs, targets
+        return ((inputs, self._begins(starts, counts, targets)) if self._pack else inputs), targets
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def _begins(self, starts: NDArray[numpy.int64], counts: NDArray[numpy.int64], targets: Tensor) -> Tensor:
+        """Where in its window the document of each token begins, (B, length); targets in other documents become -100.
+
+        starts, counts: of each window, in the split. Padding is a document of its own.
+        """
+        first = numpy.zeros((len(starts), self._length + 1), dtype=numpy.int64)
+        first[numpy.arange(len(starts)), counts] = counts
+        # the documents that begin behind a window's first token, up to its last target
+        lows, highs = (numpy.searchsorted(self._shards.starts, at, side="right") for at in (starts, starts + counts))
+        for row, (start, low, high) in enumerate(zip(starts.tolist(), lows.tolist(), highs.tolist(), strict=True)):
+            places = self._shards.starts[low:high] - start
+            first[row, places] = places
+            targets[row, torch.from_numpy(places - 1)] = PADDED
+        return torch.from_numpy(numpy.maximum.accumulate(first, axis=1)[:, : self._length].copy())
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         inputs, targets = self.batch(torch.tensor([index]))
-        return inputs[0], targets[0]
+        return (tuple(x[0] for x in inputs) if self._pack else inputs[0]), targets[0]

@@ -83,6 +83,15 @@ def unshifted(original: Any) -> Any:
     return lambda self, forward, mesh, _, *args, **more: original(self, forward, mesh, 0, *args, **more)
 
 
+def without_documents(original: Any) -> Any:
+    """Attention on a stretch takes all tokens of a sample for one document."""
+
+    def call(self: Any, *args: Any, begins: Any, **more: Any) -> Any:
+        return original(self, *args, begins=0 * begins, **more)
+
+    return call
+
+
 def local_loss_group(original: property) -> property:
     """Losses are made up of those of the ranks that read other samples, whatever of their sequences."""
     return property(lambda self: self.data_group)
@@ -176,6 +185,14 @@ PLANTS = {
         STRATEGY,
         {"trainer.strategies.sharded_model.shard_sequences": own_tokens},
         FOUR,
+    ),
+    "leaking_documents": Plant(
+        "a mask that leaks over documents: a context rank's tokens see those before their own document, too",
+        (*GPT, "data.length=64", "data.pack=true", "+task.pack=true", "+task.ignored=-100"),
+        ("strategy=cp",),
+        ("at step 1, forward, blocks.0.attention.core",),
+        STRATEGY,
+        {"trainer.parallel.context_parallel.GatheredKeys._call": without_documents},
     ),
     "unshifted_places": Plant(
         "all context ranks take their tokens for the first ones",

@@ -138,6 +138,22 @@ class Tokens:
         return self.tokens[indices, :-1], self.targets[indices]
 
 
+class Packed(Tokens):
+    """The same, of documents: inputs are tokens and where in the sample their documents begin."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__(size, seed)
+        new = torch.rand(size, self.length + 1, generator=torch.Generator().manual_seed(seed)) < 0.3
+        self.begins = torch.where(new, torch.arange(self.length + 1), 0).cummax(1).values[:, :-1].contiguous()
+        self.targets = self.targets.masked_fill(new[:, 1:], IGNORED)
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.tokens[index, :-1], self.begins[index]), self.targets[index]
+
+    def batch(self, indices: Tensor) -> Any:
+        return (self.tokens[indices, :-1], self.begins[indices]), self.targets[indices]
+
+
 class Numbers(Tokens):
     """The same as numbers, and a class for each of them."""
 
@@ -163,6 +179,10 @@ class Sixes(Numbers):
     length = 6
 
 
+class PackedData(TokenData):
+    kind = Packed
+
+
 class NumberData(TokenData):
     kind = Numbers
 
@@ -174,8 +194,8 @@ class SixData(TokenData):
 class Next(NextToken):
     """The next token, with sums of some shape."""
 
-    def __init__(self) -> None:
-        super().__init__(bytes_per_token=1.0, ignored=IGNORED)
+    def __init__(self, pack: bool = False) -> None:
+        super().__init__(bytes_per_token=1.0, ignored=IGNORED, pack=pack)
 
     def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
         hits = target[output.argmax(-1) == target]
@@ -205,5 +225,15 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 NETWORKS["looking"] = Looking
 NETWORKS["attending"] = partial(Attending, lambda: {"core": GatheredKeys(), **PLACES})
 NETWORKS["attending by others"] = partial(Attending, lambda: {"core": InOnePiece(), **PLACES})
-TASKS: dict[str, Callable[[], Task]] = {"next": Next, "each": Each, "each of six": Each}
-DATA: dict[str, Callable[[], Data]] = {"next": TokenData, "each": NumberData, "each of six": SixData}
+TASKS: dict[str, Callable[[], Task]] = {
+    "next": Next,
+    "packed": partial(Next, pack=True),
+    "each": Each,
+    "each of six": Each,
+}
+DATA: dict[str, Callable[[], Data]] = {
+    "next": TokenData,
+    "packed": PackedData,
+    "each": NumberData,
+    "each of six": SixData,
+}

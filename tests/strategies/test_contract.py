@@ -85,6 +85,22 @@ QUICK_DECODERS = [
     ("llama", "context and tensor on 4"),
     ("llama tied", "fsdp_cp on 4"),
 ]
+# samples of documents, of which no token sees another one; the last tokens of documents do not count
+PLANS |= {"ddp on 3": (3, "", Case("ddp")), "zero1 on 2": (2, "", Case("zero1")), "fsdp on 2": (2, "", Case("fsdp"))}
+PACKED_PLANS = ["alone, recomputing", "dp", "ddp on 2", "ddp on 3", "zero1 on 2", "fsdp on 2", "fsdp on 3", "hsdp on 4"]
+PACKED_PLANS += ["tp on 2", "tp on 2, by sequence", "tp on 2, loss_parallel", "pp on 2", "cp on 2", "cp on 4"]
+PACKED = [
+    *[("llama", plan) for plan in PACKED_PLANS],
+    *[("gpt", plan) for plan in ("tp on 2, by sequence", "pp on 2", "pipe and tensor on 4, by sequence", "cp on 2")],
+    ("gpt tied", "ddp_cp on 4, dropout"),
+    ("llama", "fsdp_cp on 4"),
+    ("llama", "context and tensor on 4, by sequence, dropout"),
+]
+QUICK_PACKED = [
+    ("gpt", "pipe and tensor on 4, by sequence"),
+    ("llama", "cp on 2"),
+    ("gpt tied", "ddp_cp on 4, dropout"),
+]
 MORE = [(1, "weighted"), (2, "plain")]  # micro-batches, the task
 everywhere = pytest.mark.parametrize("where", SPREAD)
 AGAIN = (
@@ -161,8 +177,18 @@ def test_in_double_precision_every_curve_is_the_same_curve(
 
 @pytest.mark.parametrize(("kind", "plan"), quickly(DECODERS, *QUICK_DECODERS))
 def test_every_plan_of_a_decoder_keeps_the_contract(train: Any, kind: str, plan: str) -> None:
+    keeps_the_contract(train, kind, plan, "next")
+
+
+@pytest.mark.parametrize(("kind", "plan"), quickly(PACKED, *QUICK_PACKED))
+def test_every_plan_of_a_decoder_keeps_the_contract_with_packed_documents(train: Any, kind: str, plan: str) -> None:
+    keeps_the_contract(train, kind, plan, "packed")
+
+
+def keeps_the_contract(train: Any, kind: str, plan: str, task: str) -> None:
+    """The curve, the weights and the metrics of a decoder are those of one process."""
     size, asked, case = PLANS[plan]
-    case = case.but(network=kind + asked, task="next", precision="fp64", steps=6)  # into the second epoch
+    case = case.but(network=kind + asked, task=task, precision="fp64", steps=6)  # into the second epoch
     alone = kind + " dropout" * ("dropout" in asked)
     (reference,) = train(1, case.but(strategy="single", fields={}, network=alone))
     ranks = train(size, case.but(micro_batches=2))

@@ -28,7 +28,8 @@ class RingAttention(GatheredKeys):
 
     Plain: softmax(q kᵀ / √head) v of (B, heads, T, head), where keys and values may have fewer heads. With keys and
     values in a ring the module itself is not called: so one that drops weights, or has a mask or a scale of its own,
-    must be under `GatheredKeys`. Where they are gathered, it is called as `GatheredKeys` calls it.
+    must be under `GatheredKeys`. Where they are gathered, it is called as `GatheredKeys` calls it; so it is with
+    anything else beside the three.
     """
 
     in_ring = False  # do keys and values travel in a ring? `apply_context_parallel` sets it
@@ -38,7 +39,9 @@ class RingAttention(GatheredKeys):
 
     def _call(self, forward: ModuleForward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         two_pieces = self.pieces == 2 and args[0].shape[2] % 2 == 0
-        if self.in_ring and two_pieces and not torch.compiler.is_compiling():
+        # with a mask, or whatever else comes along, the module must be called
+        plain = len(args) == 3 and not more
+        if self.in_ring and plain and two_pieces and not torch.compiler.is_compiling():
             queries, keys, values = (_as_autocast(x) for x in args)
             kernel = find_kernel(queries.device.type, queries.dtype, queries.shape[-1], values.shape[-1])
             if kernel is not None:

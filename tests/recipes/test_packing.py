@@ -1,0 +1,172 @@
+"""Documents packed into samples: what a token sees, what counts, and that each document learns as it would alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from recipes.language import masks
+from recipes.language.decoder import Decoder
+from recipes.language.masks import Masks, block_mask, dense_mask
+from recipes.language.next_token import NextToken
+from recipes.language.synthetic import SyntheticTokens
+from recipes.language.tokens import Tokens
+from tests.commands import ROOT, curve
+from tests.inside import product
+from tests.processes import Processes
+from tests.recipes.test_language import FAMILIES, SIZES, filled
+from tests.strategies.test_context import refused
+from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
+
+PREPARE = (sys.executable, str(ROOT / "scripts" / "prepare_tokens.py"))
+TEXTS = [f"{number}" * length for number, length in enumerate((3, 1, 40, 9, 20, 7, 2, 25, 1, 1, 30, 5) * 3)]
+SMALL = ["task=language", "model=llama", "model.width=16", "model.depth=2", "model.heads=4", "model.groups=2"]
+SMALL += ["model.inner=24", "model.tied=false", "model.dropout=0.1", "precision=fp64", "schedule=constant"]
+PACKED = ["data=tokens", "data.folder=corpus", "data.pack=true", "data.length=16", *SMALL, "loop.global_batch=4"]
+PACKED += ["loop.log_every=1"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Documents as bytes, in files of about 100 tokens."""
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = [*PREPARE, "corpus", "texts.jsonl", "--held", "0.1", "--shard", "100"]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path / "corpus"
+
+
+def test_every_token_of_every_document_is_in_one_sample_and_knows_where_its_document_begins(corpus: Path) -> None:
+    length = 16
+    data = Tokens(str(corpus), length, pack=True)
+    assert data.ignored == -100
+    (inputs, begins), targets = data.train().batch(torch.arange(len(data.train())))
+    seen: list[int] = []
+    for row, first, target in zip(inputs.tolist(), begins.tolist(), targets.tolist(), strict=True):
+        for place in range(length):
+            ends = row[place] == 256  # the token behind each document; what follows is another one, or padding
+            if place and row[place - 1] == 256:
+                assert first[place] == place
+            elif place:
+                assert first[place] in (first[place - 1], place)  # a file may end within a sample: then it is padding
+            else:
+                assert first[place] == 0  # what an earlier sample cut off begins here
+            assert target[place] == -100 or (not ends and target[place] >= 0)
+            if target[place] >= 0 and place + 1 < length:
+                assert row[place + 1] == target[place] or target[place] == 256
+        seen += [token for token in target if token >= 0]
+    # each token is predicted once, but for those that begin a document
+    expected = [byte for number, text in enumerate(TEXTS, 1) if number % 10 for byte in [*text.encode()[1:], 256]]
+    assert seen == expected
+    one = data.train()[3]
+    assert torch.equal(one[0][1], begins[3])
+    assert torch.equal(one[1], targets[3])
+
+
+def documents(begins: Tensor) -> list[tuple[int, int, int]]:
+    """(sample, first place, last place + 1) of every document in these samples."""
+    found = []
+    for row, first in enumerate(begins.tolist()):
+        starts = sorted(set(first))
+        found += [(row, a, b) for a, b in zip(starts, [*starts[1:], len(first)], strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: int | None) -> None:
+    own = filled(Decoder(**SIZES, **FAMILIES[family])).double().train()
+    data = SyntheticTokens(size=6, evaluation_size=0, length=16, vocab_size=256, pack=True)
+    (tokens, begins), targets = data.train().batch(torch.arange(6))
+    begins = torch.where(torch.arange(16) % 5 == 0, torch.arange(16), begins).cummax(1).values  # shorter ones
+    task = NextToken(ignored=-100, loss_chunk=chunk, pack=True)
+    loss = task.loss(task.forward(own, (tokens, begins), targets), targets)
+    loss.backward()
+    packed = {name: parameter.grad.clone() for name, parameter in own.named_parameters()}
+
+    alone, sums = NextToken(ignored=-100), torch.zeros((), dtype=torch.float64)
+    own.zero_grad()
+    every = documents(begins)
+    assert len(every) > 18
+    for row, a, b in every:
+        sums = sums + alone._total(alone.forward(own, tokens[row : row + 1, a:b], targets), targets[row : row + 1, a:b])
+    mean = sums / (targets != -100).sum()
+    mean.backward()
+    torch.testing.assert_close(loss, mean, rtol=1e-12, atol=0)
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("own", "seen"), [(300, 300), (128, 384), (100, 700), (256, 256), (1, 50)])
+def test_the_blocks_of_flex_attention_are_the_dense_mask(own: int, seen: int) -> None:
+    torch.manual_seed(own)
+    new = torch.rand(3, seen) < 1 / 60
+    begins = torch.where(new, torch.arange(seen), 0).cummax(1).values[:, None, seen - own :, None].int()
+    queries, (keys, values) = torch.randn(3, 4, own, 16), torch.randn(2, 3, 2, seen, 16)
+    squares = block_mask(begins, seen)
+    with torch.no_grad():
+        blocks = flex_attention(queries, keys, values, block_mask=squares, enable_gqa=True)
+    torch.testing.assert_close(blocks, Masks().attention(queries, keys, values, begins, grouped=True))
+    if seen == 700:
+        assert squares.sparsity() > 60  # percent of squares that nobody computes
+
+
+def test_one_mask_is_made_for_all_blocks_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(masks, "dense_mask", lambda *given: made.append(given) or dense_mask(*given))
+    own = filled(Decoder(**SIZES, **FAMILIES["llama"]))
+    tokens, begins = torch.randint(256, (2, 16)), torch.zeros(2, 16, dtype=torch.int64)
+    scores = own(tokens, begins)
+    assert len(made) == 1
+    torch.testing.assert_close(scores, own(tokens))  # a document each
+    begins[:, 9:] = 9
+    assert not torch.allclose(scores, own(tokens, begins))  # another forward has another mask
+    assert len(made) == 2
+
+
+def test_packed_documents_are_resumed_to_the_bit_under_any_strategy(processes: Processes, corpus: Path) -> None:
+    place = corpus.parent
+    assert processes.run(1, product, place, [*PACKED, "strategy=single", "loop.steps=6", "run.dir=alone"]) == [0]
+    for strategy in ("ddp", "cp"):
+        for name, ends in (("through", (6,)), ("again", (3, 6))):
+            words = [*PACKED, f"strategy={strategy}", f"run.dir={strategy}-{name}"]
+            for steps in ends:
+                assert processes.run(2, product, place, [*words, f"loop.steps={steps}"]) == [0, 0]
+        assert curve(place / f"{strategy}-again", "loss_hex") == curve(place / f"{strategy}-through", "loss_hex")
+        assert curve(place / f"{strategy}-through") == pytest.approx(curve(place / "alone"), rel=1e-10)
+
+    # what is made of such a run
+    assert product(Launch(), place, ["run.dir=alone", "job=generate", "job.prompt=11", "job.tokens=3"]) == 0
+    assert product(Launch(), place, ["run.dir=alone", "job=export", "job.format=pt2"]) == 0
+    exported = torch.export.load(place / "alone" / "export" / "model.pt2").module()
+    inputs, _ = Tokens(str(corpus), 16, pack=True).train().batch(torch.arange(3))
+    assert exported(*inputs).shape == (3, 16, 257)
+
+
+class Blind(nn.Module):
+    """It does not know of documents."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+
+def test_what_cannot_keep_documents_apart_is_refused(processes: Processes, corpus: Path) -> None:
+    with pytest.raises(Refusal, match=r"data\.pack=true: Blind would let tokens see other documents of their sample"):
+        NextToken(pack=True).check(Blind())
+    with pytest.raises(Refusal, match=r"data\.pack=true fills samples .* data\.boundaries=false"):
+        Tokens(str(corpus), 16, boundaries=True, pack=True)
+    ring = [*PACKED, "strategy=cp", "strategy.attention=ring", "run.dir=run"]
+    for said in processes.run(2, refused, corpus.parent, ring):
+        assert "strategy.attention=ring: the network's plan names no module as plain causal attention" in said
+    with pytest.raises(Refusal, match=r"data\.pack: there is no such key .* a key of data=synthetic_tokens or tokens"):
+        product(Launch(), corpus.parent, ["data=text", "data.pack=true", *SMALL, "run.dir=run"])
+    assert not (corpus.parent / "run").exists()
