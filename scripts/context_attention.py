@@ -20,6 +20,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 from recipes.language.causal import Causal
+from recipes.language.masks import Masks
 from trainer import Plan, RingAttention
 from trainer.parallel.context_parallel import apply_context_parallel
 from trainer.parallel.ranks import Group
@@ -72,7 +73,7 @@ def durations(ranks: int, times: int, tokens: int, groups: int, dtype: torch.dty
 
 def layer(groups: int, in_ring: bool) -> nn.Module:
     """Attention on stretches."""
-    network = nn.ModuleDict({"core": Causal(grouped=groups < HEADS)})
+    network = nn.ModuleDict({"core": Causal(grouped=groups < HEADS, masks=Masks())})
     plan = Plan(context={"core": RingAttention()})
     assert dist.group.WORLD is not None
     apply_context_parallel(network, plan, Group(dist.group.WORLD), "cpu", in_ring)

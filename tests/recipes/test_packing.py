@@ -122,7 +122,12 @@ def test_the_blocks_of_flex_attention_are_the_dense_mask(own: int, seen: int) ->
 
 def test_one_mask_is_made_for_all_blocks_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(masks, "dense_mask", lambda *given: made.append(given) or dense_mask(*given))
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return dense_mask(*given)
+
+    monkeypatch.setattr(masks, "dense_mask", counted)
     own = filled(Decoder(**SIZES, **FAMILIES["llama"]))
     tokens, begins = torch.randint(256, (2, 16)), torch.zeros(2, 16, dtype=torch.int64)
     scores = own(tokens, begins)

@@ -128,7 +128,7 @@ def test_a_resume_at_any_step_has_the_same_bits(processes: Processes, tmp_path: 
 
 
 def test_fragments_are_whole_units_of_about_the_same_size() -> None:
-    network = build_run([*TRANSFORMER, "model.depth=4", "device=cpu"], Launch()).make_network()
+    network: Any = build_run([*TRANSFORMER, "model.depth=4", "device=cpu"], Launch()).make_network()
     freeze(network, ["head"])
     fragments = divide_into_fragments(network, network.plan(), 2)
     trained = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
