@@ -135,6 +135,24 @@ EVERYWHERE = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp"), (4, "hsdp")]
 PLANNED = [(2, "tp"), (4, "ddp_tp"), (4, "fsdp_tp"), (2, "pp"), (4, "ddp_pp"), (4, "fsdp_pp")]
 
 
+@pytest.mark.long
+def test_a_curve_of_its_own_is_not_called_the_same_and_a_mistake_before_it_is_found(
+    processes: Processes, home: Path
+) -> None:
+    own, headline = (
+        ["strategy=diloco", "strategy.every=2"],
+        "OWN CURVE: diloco on 2, on purpose; initial values, samples",
+    )
+    said = verdict(processes, home, 2, [*TRANSFORMER, "loop.global_batch=24"], own)
+    assert said.startswith(headline)
+    assert "First other at step 1, gradient, " in said
+    words = [*PEOPLES["mobilenet_v3_small"][:-1]]  # without sync_bn, so that a forward depends on the ranks
+    said = verdict(processes, home, 2, words, own)
+    assert said.startswith("DIFFERS at step 1, forward, ")
+    assert "strategy.sync_bn=true" in said.splitlines()[0]
+    assert verdict(processes, home, 2, words, [*own, "strategy.sync_bn=true"]).startswith(headline)
+
+
 @pytest.mark.long(one_in=30)  # up to eleven proofs each
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("network", PEOPLES)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from tests.commands import SMALL, TRANSFORMER, curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
 from tests.strategies.toys import BATCH, Case, Net, ToyData, run
+from tests.test_plan import collective, plan
 from tests.test_wire import SMALL as FEW_BYTES
 from tests.test_wire import sent, sizes_of
 from trainer import Refusal
@@ -139,6 +141,22 @@ def test_fragments_are_whole_units_of_about_the_same_size() -> None:
     assert divide_into_fragments(network, network.plan(), 1) == [trained]
 
 
+def stored(folder: Path) -> list[str]:
+    """The names in the newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return [name for file in newest.glob("*.safetensors") for name in load_file(file)]
+
+
+def test_other_numbers_of_ranks_begin_at_the_shared_weights(processes: Processes, tmp_path: Path) -> None:
+    case = EXACT.but(fields={"every": 4, "fragments": 2, "overlap": 1}, folder=str(tmp_path))
+    (one, _) = processes.run(2, run, case.but(steps=5, save=5))
+    for rank in processes.run(3, run, case.but(start=5, steps=5)):  # nothing is trained
+        assert rank["weights"] == one["weights"]
+        moments = [name for name in rank["state"] if name.endswith("/exp_avg")]
+        assert moments
+        assert all("of3/" in name for name in moments)
+
+
 COMMON = (*SMALL, "optimizer=adamw", "schedule=constant", "loop.epochs=null", "log=[]")
 STREAMED = ("strategy=diloco", "strategy.every=4", "strategy.fragments=2", "strategy.overlap=1")
 
@@ -164,6 +182,10 @@ def test_stopped_between_outer_steps_a_run_goes_on_and_others_read_it(
             found = lines(tmp_path / name, "eval")[-1]
             assert (found["step"], found["loss"]) == (7, pytest.approx(said["loss"], rel=1e-5))
             assert found["accuracy"] == said["accuracy"]
+        kept = [name for name in stored(tmp_path / "alone") if name.startswith("strategy/")]
+        assert {name.split("/")[2] for name in kept} == {"all", "0of1"}
+        assert any(name.endswith("/exp_avg") for name in kept)
+        assert not any(name.startswith("strategy/") for name in stored(tmp_path / "single"))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(parts, "loss_hex") == curve(whole, "loss_hex")
     assert lines(parts, "eval")[-1]["loss"] == lines(whole, "eval")[-1]["loss"]
@@ -186,6 +208,18 @@ def test_inner_steps_send_nothing_and_an_outer_step_all_weights_once(
     for seen in processes.run(2, sent, tmp_path, [*common, "strategy=diloco", *words.split()]):  # the third step
         assert 0 <= seen.get("all-reduce", 0) - part * weights < FEW_BYTES
         assert seen.keys() <= {"all-reduce"}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_plan_says_the_bytes_of_a_mean_step_and_what_is_kept_beside_the_network(tmp_path: Path) -> None:
+    words = ["loop.global_batch=8", "job.processes=[2]", "job.strategies=[own]", "job.seconds=600", "strategy=diloco"]
+    facts, _ = plan(tmp_path, *words, "strategy.every=4", "strategy.fragments=2")
+    (row,) = facts["rows"]
+    weights = row["by_kind"]["weights"]
+    assert collective(row, "all-reduce") == pytest.approx(weights / 4, rel=1e-3)
+    # Adam's two moments, the shared weights and the outer momentum
+    assert 4 * weights <= row["by_kind"]["optimizer"] < 4.2 * weights
 
 
 @pytest.mark.parametrize(

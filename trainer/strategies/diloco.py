@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.task import Task
-from trainer.messages import Refusal
+from trainer.messages import Refusal, format_count
 from trainer.parallel.buckets import MeanUnderWay
 from trainer.parallel.module_units import divide_into_fragments
 from trainer.parallel.optimizer_state import OPTIMIZER_PREFIX, STRATEGY_PREFIX
@@ -238,27 +238,30 @@ class DiLoCoModel(ParallelModel):
 
     @override
     def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-        short = {name.removeprefix(self._own).removeprefix(ALL): name for name in stored}
-        space = super().empty_state(optimizer, {key: stored[name] for key, name in short.items()})
-        others = {name.removeprefix(PREFIX).partition("/")[0] for name in stored if name.endswith(OWN_WEIGHTS)}
-        if others and not any(self._own.endswith(f"/{who}/") for who in others):
-            written = next(iter(others)).partition("of")[2]
+        ranks = self.strategy.data_group
+        owners = {name.removeprefix(PREFIX).partition("/")[0] for name in stored if name.endswith(OWN_WEIGHTS)}
+        count = int(next(iter(owners), f"of{ranks.size}").partition("of")[2])  # processes that have written it
+        self._source = f"{PREFIX}{ranks.rank % count}of{count}/"
+        short = {name.removeprefix(self._source).removeprefix(ALL): name for name in stored}
+        if count != ranks.size:
+            short = {key: name for key, name in short.items() if not name.endswith(OWN_WEIGHTS)}
             self._news.append(
-                f"the checkpoint is of {written} processes and here are {self.strategy.data_group.size}: each begins at"
-                " the shared weights, with a new inner optimizer; the outer momentum goes on"
+                f"the checkpoint is of {format_count(count, 'process')} and here are {ranks.size}: each begins at the"
+                " shared weights, with the inner optimizer of one of those; the outer momentum goes on"
             )
+        space = super().empty_state(optimizer, {key: stored[name] for key, name in short.items()})
         return {short[key]: x for key, x in space.items()}
 
     @override
     @torch.no_grad()
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-        inner = {name.removeprefix(self._own): x for name, x in state.items() if not name.endswith(OWN_WEIGHTS)}
+        inner = {name.removeprefix(self._source): x for name, x in state.items() if not name.endswith(OWN_WEIGHTS)}
         super().load_state(optimizer, inner)
         self._under_way, self._arrived = {}, {}
         for name, parameter in self._trained.items():
             key = f"{OPTIMIZER_PREFIX}{name}"
             self._aside[name].copy_(parameter)
-            parameter.copy_(state.get(f"{self._own}{key}{OWN_WEIGHTS}", parameter))
+            parameter.copy_(state.get(f"{self._source}{key}{OWN_WEIGHTS}", parameter))
             self._momentum[name].copy_(state.get(f"{ALL}{key}{MOMENTUM}", torch.zeros_like(parameter)))
             if f"{ALL}{key}{ARRIVING}" in state:
                 self._arrived[name] = state[f"{ALL}{key}{ARRIVING}"].to(parameter.device)
