@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.parallel.batch_gather import gather as gather
     from trainer.parallel.context_parallel import GatheredKeys as GatheredKeys
     from trainer.parallel.context_parallel import ShiftedPlaces as ShiftedPlaces
+    from trainer.parallel.context_parallel import WholeSequences as WholeSequences
     from trainer.parallel.ring_attention import RingAttention as RingAttention
     from trainer.records.sinks import Sink as Sink
     from trainer.strategies.base import Strategy as Strategy
@@ -46,6 +47,7 @@ _HOMES = {
     "Strategy": "trainer.strategies.base",
     "Task": "trainer.learning.task",
     "Trainer": "trainer.loop.trainer",
+    "WholeSequences": "trainer.parallel.context_parallel",
     "gather": "trainer.parallel.batch_gather",
     "run": "trainer.api",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "Strategy",
     "Task",
     "Trainer",
+    "WholeSequences",
     "gather",
     "run",
 ]

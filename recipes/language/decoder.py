@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recipes.language.causal import Causal
+from recipes.language.experts import BalancedMixture, Experts, Mixture, Router, Routing
 from recipes.language.generation import continued
 from recipes.language.masks import Masks
 from recipes.language.past import NoPast
@@ -109,8 +110,22 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+class BalancedBlock(Block):
+    """The same with a mixture of experts that has a loss of its own."""
+
+    def forward(self, x: Tensor, *past: NoPast, **documents: Tensor) -> Any:
+        """(B, T, width) to that, and the loss of each sample, (B,)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), *past, **documents))
+        y, balance = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(y), balance
+
+
 class Decoder(nn.Module):
     """Token numbers to a score for every token that may come next.
+
+    experts: so many MLPs stand in the place of one, in all blocks behind the first `dense_first`; they are gated, as
+    swiglu. shared: experts of every token. expert_inner: the width inside of one; None: `inner`. The words
+    from `active` on are those of `Routing`.
 
     Under tensor parallelism the degree must divide `groups` (and `context`, where the stream is split by `sequence`).
     length: tokens of a sample; Refusal where they are more than `context`.
@@ -137,10 +152,25 @@ class Decoder(nn.Module):
         sequence: bool = False,
         loss_parallel: bool = False,
         length: int | None = None,
+        experts: int | None = None,
+        shared: int = 0,
+        expert_inner: int | None = None,
+        dense_first: int = 0,
+        active: int = 2,
+        scores: str = "softmax",
+        normalised: bool = True,
+        scaling: float = 1.0,
+        capacity: float | None = None,
+        bias_rate: float | None = None,
+        auxiliary: float = 0.0,
     ) -> None:
         super().__init__()
         groups = heads if groups is None else groups
         _refuse(width, heads, groups, norm, mlp, context, length)
+        routing = Routing(experts or 0, active, scores, normalised, scaling, capacity, bias_rate, auxiliary)
+        if experts is not None:
+            routing.refuse()
+            _refuse_dense(dense_first, depth)
         if tied and loss_parallel:
             raise Refusal(
                 "model.loss_parallel=true splits the head, which a tied embedding keeps whole: model.tied=false"
@@ -151,39 +181,51 @@ class Decoder(nn.Module):
         self.position = nn.Embedding(context, width) if rotary is None else None
         self.dropout = nn.Dropout(dropout)
         qkv_bias, masks = bias if qkv_bias is None else qkv_bias, Masks()
+        inner = inner or 4 * width
         turn = partial(_positions, width // heads, context, rotary, rotary_scaling)
-        self.blocks = nn.ModuleList(
-            Block(
+
+        def make_mlp(number: int) -> nn.Module:
+            if experts is None or number < dense_first:
+                return MLPS[mlp](width, inner, bias)
+            common = SwiGLU(width, shared * (expert_inner or inner), bias=False) if shared else None
+            kind = BalancedMixture if auxiliary else Mixture
+            return kind(width, expert_inner or inner, routing, common)
+
+        def make_block(number: int) -> Block:
+            kind = BalancedBlock if auxiliary and experts is not None and number >= dense_first else Block
+            return kind(
                 (NORMS[norm](width, eps=eps), NORMS[norm](width, eps=eps)),
                 Attention(width, heads, groups, bias, qkv_bias, turn(), masks),
-                MLPS[mlp](width, inner or 4 * width, bias),
+                make_mlp(number),
                 dropout,
             )
-            for _ in range(depth)
-        )
+
+        self.blocks = nn.ModuleList(make_block(number) for number in range(depth))
         self.norm: nn.LayerNorm | nn.RMSNorm = NORMS[norm](width, eps=eps)
         self.head = Head(width, vocab_size, bias=False)
         self._initialise()
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Token numbers (B, T) to scores (B, T, vocab_size).
+    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Any:
+        """Token numbers (B, T) to scores (B, T, vocab_size); with a loss that balances experts, see `_output`.
 
         begins (B, T): the place in its sample at which each token's document begins; None: a sample is one document.
         """
-        return self.head(self._hidden(tokens, begins))
+        x, balance = self._hidden(tokens, begins)
+        return _output(self.head(x), balance)
 
-    def losses(self, tokens: Tensor, targets: Tensor, ignored: int, chunk: int, begins: Tensor | None = None) -> Tensor:
+    def losses(self, tokens: Tensor, targets: Tensor, ignored: int, chunk: int, begins: Tensor | None = None) -> Any:
         """The loss of each token (B, T), with scores of `chunk` tokens at once; 0 where the target is `ignored`."""
-        return self.head(self._hidden(tokens, begins), targets=targets, ignored=ignored, chunk=chunk)
+        x, balance = self._hidden(tokens, begins)
+        return _output(self.head(x, targets=targets, ignored=ignored, chunk=chunk), balance)
 
     def scores(self, tokens: Tensor, pasts: Sequence[NoPast]) -> Tensor:
         """The same for tokens (B, T) behind others: of those each block has its own past."""
         start = pasts[0].tokens
         x = self._embedded(tokens, torch.arange(start, start + tokens.shape[1], device=tokens.device))
         for block, past in zip(self.blocks, pasts, strict=True):
-            x = block(x, past)
+            x = block(x, past)[0] if isinstance(block, BalancedBlock) else block(x, past)
         return self.head(self.norm(x))
 
     def generate(
@@ -194,16 +236,20 @@ class Decoder(nn.Module):
         bold = temperature if do_sample else 0.0
         return continued(self.scores, len(self.blocks), self.context, tokens, max_new_tokens, bold, top_k or None)
 
-    def _hidden(self, tokens: Tensor, begins: Tensor | None) -> Tensor:
-        """(B, T) to what the head is given (B, T, width)."""
+    def _hidden(self, tokens: Tensor, begins: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, T) to what the head is given (B, T, width), and the sum of the mixtures' losses (B,)."""
         places, documents = torch.arange(0, tokens.shape[1], device=tokens.device), {}
         if begins is not None:
             places = places - begins  # (B, T); context ranks add where their pieces lie
             documents = {"places": places, "begins": begins[:, None, :, None].int()}
-        x = self._embedded(tokens, places)
+        x, balance = self._embedded(tokens, places), None
         for block in self.blocks:
-            x = block(x, **documents)
-        return self.norm(x)
+            if isinstance(block, BalancedBlock):
+                x, own = block(x, **documents)
+                balance = own if balance is None else balance + own
+            else:
+                x = block(x, **documents)
+        return self.norm(x), balance
 
     def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
         """(B, T) to the stream (B, T, width); places: of the tokens, (T,) or (B, T)."""
@@ -216,10 +262,13 @@ class Decoder(nn.Module):
         """GPT-2's: normal weights of 0.02, and what is added to the stream smaller the deeper the network is."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                added = name.endswith(("attention.out", "mlp.down"))
+                added = name.endswith(("attention.out", "mlp.down", "shared.down"))
                 nn.init.normal_(module.weight, std=0.02 / ((2 * len(self.blocks)) ** 0.5 if added else 1.0))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+            if isinstance(module, (Router, Experts)):
+                for key, parameter in module.named_parameters(recurse=False):
+                    nn.init.normal_(parameter, std=0.02 / ((2 * len(self.blocks)) ** 0.5 if key == "down" else 1.0))
 
     def plan(self) -> Plan:
         """Whole groups and parts of the MLPs on each tensor rank; blocks as shard units; two equal pipeline stages.
@@ -229,11 +278,19 @@ class Decoder(nn.Module):
         from recipes.language.splits import context_plan, tensor_plan
 
         divisible = {"groups": self.groups, **({"context": self.context} if self._sequence else {})}
-        kinds = {"gated": hasattr(self.blocks[0].mlp, "gate"), "learned": self.position is not None}
-        tied = self.head.weight is self.embed.weight
-        tensor = tensor_plan(tied, **kinds, sequence=self._sequence, loss_parallel=self._loss_parallel)
-        context = context_plan(learned=kinds["learned"])
-        return Plan(tensor, divisible, ("blocks.*",), cuts=(f"blocks.{len(self.blocks) // 2}",), context=context)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                divisible["numbers inside an expert"] = module.down.shape[-1]
+        learned, tied = self.position is not None, self.head.weight is self.embed.weight
+        mlps: list[Any] = [block.mlp for block in self.blocks]
+        return Plan(
+            tensor_plan(mlps, tied, learned, self._sequence, self._loss_parallel),
+            divisible,
+            ("blocks.*",),
+            cuts=(f"blocks.{len(self.blocks) // 2}",),
+            context=context_plan(learned, mlps),
+            counters=tuple(f"{name}.counts" for name, module in self.named_modules() if isinstance(module, Router)),
+        )
 
     def translated(self, tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> Mapping[str, Tensor] | None:
         """Weights of GPT-2, Llama or Qwen2 as transformers names them, under the names here; None: they are others."""
@@ -255,6 +312,11 @@ class Decoder(nn.Module):
         save(self, folder)
 
 
+def _output(scores: Tensor, balance: Tensor | None) -> Any:
+    """What the task is given: scores or losses; with the loss of each sample (B,) that balances experts, if any."""
+    return scores if balance is None else {"tokens": scores, "balance": balance}
+
+
 def _positions(head_width: int, context: int, base: float | None, scaling: Mapping[str, Any] | None) -> nn.Module:
     """What tells queries and keys where they are; every block has its own, since a pipeline may part them."""
     if base is None and scaling is not None:
@@ -262,6 +324,14 @@ def _positions(head_width: int, context: int, base: float | None, scaling: Mappi
             "model.rotary_scaling scales rotary positions, and model.rotary=null has none: model.rotary=500000"
         )
     return NoRotary() if base is None else Rotary(head_width, context, base, scaling_of(scaling))
+
+
+def _refuse_dense(dense_first: int, depth: int) -> None:
+    if not 0 <= dense_first < depth:
+        raise Refusal(
+            f"model.dense_first={dense_first} of model.depth {depth} blocks leaves none for experts; at most"
+            f" {depth - 1}, or model.experts=null"
+        )
 
 
 def _refuse(width: int, heads: int, groups: int, norm: str, mlp: str, context: int, length: int | None) -> None:

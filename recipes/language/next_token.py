@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recipes.language.experts import figures
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import BadData, Refusal
@@ -78,13 +79,20 @@ class NextToken(Task):
         whole.loss_chunk = None
         return whole
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Any, target: Tensor) -> Tensor | dict[str, Tensor]:
         """The mean over the tokens that count of (B, T, vocabulary), or of their losses (B, T); 0 where there are none.
 
-        BadData where the network or the data is of another kind.
+        With the loss of each sample that balances experts: beside it the mean of that, by tokens, too. BadData
+        where the network or the data is of another kind.
         """
         weight = self.weight(target)
-        return self._total(output, target) / (max(weight, 1) if isinstance(weight, int) else weight.clamp_min(1))
+        count = max(weight, 1) if isinstance(weight, int) else weight.clamp_min(1)
+        if not isinstance(output, dict):
+            return self._total(output, target) / count
+        # a sample counts by its tokens that count, so that the mean is that over all ranks and micro-batches
+        tokens = (target != self._skipped).sum(1) if self._ignored is not None else target.shape[1]  # (B,)
+        balance = (output["balance"] * tokens).sum() / count
+        return {"tokens": self._total(output["tokens"], target) / count, "balance": balance}
 
     def _total(self, output: Tensor, target: Tensor) -> Tensor:
         if self.loss_chunk is not None and output.shape == target.shape:
@@ -102,6 +110,10 @@ class NextToken(Task):
     def weight(self, target: Tensor) -> Tensor | int:
         """How many tokens count."""
         return target.numel() if self._ignored is None else (target != self._ignored).sum()
+
+    def counted(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a mixture of experts: how many tokens each got, and what was dropped."""
+        return figures(counts)
 
     def tokens(self, target: Tensor) -> int:
         """All places, also those that do not count: the network computes them."""

@@ -20,10 +20,18 @@ from trainer import Data, GatheredKeys, Plan, ShiftedPlaces, Task
 VOCABULARY, LENGTH, CLASSES, IGNORED = 24, 8, 4, -100
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "rotary": 1e4, "bias": False, "groups": 2}
 
+EXPERTS: dict[str, Any] = {**LLAMA, "experts": 4, "expert_inner": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "experts biased": {**EXPERTS, "shared": 1, "scores": "sigmoid", "scaling": 1.5, "bias_rate": 0.01, "active": 3},
+    "experts limited": {**EXPERTS, "shared": 2, "capacity": 0.9, "auxiliary": 0.1, "normalised": False},
+    "experts behind": {**EXPERTS, "dense_first": 1, "auxiliary": 0.1, "bias_rate": 0.01},
+}
+
 
 def decoder(words: str) -> Decoder:
     """A small decoder in the manner of GPT, or of Llama where the words say so, with what else they say."""
-    chosen = LLAMA if "llama" in words else {}
+    chosen = next((settings for kind, settings in KINDS.items() if words.startswith(kind)), {})
     asked = {word: word in words for word in ("tied", "sequence", "loss_parallel")}
     drops = 0.3 if "dropout" in words else 0.0
     return Decoder(VOCABULARY, LENGTH, width=16, depth=2, heads=4, dropout=drops, **chosen, **asked)  # type: ignore[arg-type]  # mypy takes all of them for one kind
@@ -197,8 +205,9 @@ class Next(NextToken):
     def __init__(self, pack: bool = False) -> None:
         super().__init__(bytes_per_token=1.0, ignored=IGNORED, pack=pack)
 
-    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
-        hits = target[output.argmax(-1) == target]
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        scores = output["tokens"] if isinstance(output, dict) else output
+        hits = target[scores.argmax(-1) == target]
         return {"hits": torch.bincount(hits, minlength=VOCABULARY)}
 
     def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
@@ -218,7 +227,7 @@ class Each(Task):
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     words: partial(decoder, words)
-    for kind in ("gpt", "llama")
+    for kind in ("gpt", *KINDS)
     for more in ("", " tied", " sequence", " tied sequence", " loss_parallel", " sequence loss_parallel")
     for words in (f"{kind}{more}", f"{kind}{more} dropout")
 }

@@ -79,7 +79,12 @@ DECODERS = [
     for kind, plan in DECODERS
     if "tied" not in kind or ("loss_parallel" not in PLANS[plan][1] and "pp" not in plan and "pipe" not in plan)
 ]
+# mixtures of experts: each plan with one of them
+MIXTURES = ("experts biased", "experts limited", "experts behind")
+DECODERS += [(MIXTURES[number % 3], plan) for number, plan in enumerate(PLANS)]
 QUICK_DECODERS = [
+    ("experts behind", "fsdp_tp on 4, by sequence"),
+    ("experts limited", "ddp_cp on 4, dropout"),
     ("gpt", "pipe and tensor on 4, by sequence"),
     ("gpt tied", "ddp_cp on 4, dropout"),
     ("llama", "context and tensor on 4"),
@@ -218,6 +223,25 @@ def test_stretches_go_on_where_whole_sequences_stopped_and_the_other_way_round(t
     (alone,) = train(1, whole.but(folder=path, start=5, save=7, steps=7))
     last, _ = train(2, stretches.but(folder=path, start=7))
     assert max(apart(alone["losses"] + last["losses"], reference["losses"][5:])) < 1e-10
+
+
+@pytest.mark.long
+def test_experts_and_their_bias_go_on_under_one_strategy_after_the_other(train: Any, tmp_path: Path) -> None:
+    whole = Case(network="experts biased", task="next", precision="fp64", steps=10)
+    (reference,) = train(1, whole)
+    stations = ["fsdp on 3", "tp on 2", "pp on 2", "zero1 on 3", "cp on 2"]
+    path, start = str(tmp_path), 0
+    for name in stations:
+        size, _, case = PLANS[name]
+        here = whole.but(strategy=case.strategy, fields=case.fields, folder=path, start=start)
+        ranks = train(size, here.but(steps=start + 2, save=start + 2))
+        assert max(apart(ranks[0]["losses"], reference["losses"][start : start + 2])) < 1e-10, name
+        start += 2
+    unbroken, _ = train(2, whole.but(strategy="ddp"))
+    train(2, whole.but(strategy="ddp", folder=path, save=3, steps=3))
+    again, _ = train(2, whole.but(strategy="ddp", folder=path, start=3))
+    assert again["losses"] == unbroken["losses"][3:]  # to the bit
+    assert again["weights"] == unbroken["weights"]
 
 
 @pytest.mark.long

@@ -133,6 +133,13 @@ class Task:
         """
         return None
 
+    def counted(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers for a training line from the counters of the plan: their sums over the step's global batch, by name.
+
+        The same on every rank; single numbers that stay on the device. Default: none.
+        """
+        return {}
+
     def after_step(self, network: nn.Module, step: int) -> None:
         """Change the network in place after an optimizer step: elementwise, on this rank's tensors, no gradient."""
 

@@ -54,14 +54,20 @@ class TrainMeter:
         self._tokens += tokens
 
     def begin_line(
-        self, batches: list[Batch], norm: Tensor | None, known: Mapping[str, float | int | str], work: NoUtilization
+        self,
+        batches: list[Batch],
+        alike: Mapping[str, Tensor],
+        known: Mapping[str, float | int | str],
+        work: NoUtilization,
     ) -> PendingMetrics:
-        """Collective: begin a line about the step just done. It is read a step later, when its numbers have arrived."""
+        """Collective: begin a line about the step just done. It is read a step later, when its numbers have arrived.
+
+        alike: numbers that are the same on all ranks already.
+        """
         indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank in the step,)
         counts = {"sample_digest": digest_indices(indices), "tokens": torch.tensor(self._tokens)}
         sums = {**self._last, "loss_mean": to_accumulator(self._sum) / self._steps, **counts}
-        # the data ranks; a few numbers. The norm is the same on all ranks already
-        totals = self._totals(sums, {} if norm is None else {"grad_norm": norm})
+        totals = self._totals(sums, alike)  # the data ranks; a few numbers
         elapsed = perf_counter() - self._since
         seconds = elapsed / max(self._timed, 1)
         speed = {"samples_per_s": self._global_batch / seconds, **work.metrics(batches[0].inputs, seconds)}
@@ -139,7 +145,9 @@ class StepMonitor:
 
     def begin(self, step: int, batches: list[Batch], norm: Tensor | None, known: Mapping[str, Any]) -> None:
         """Collective: begin a line about the step just done, and the comparisons of the ranks that go with it."""
-        self._pending = self._meter.begin_line(batches, norm, {"step": step, **known}, self._model.work)
+        model = self._model
+        alike = ({} if norm is None else {"grad_norm": norm}) | model.task.counted(model.counters.sums)
+        self._pending = self._meter.begin_line(batches, alike, {"step": step, **known}, model.work)
         self._copies.start(step)
         self._pace.start(self._model.watch)
 

@@ -132,20 +132,55 @@ class GatheredKeys(_PiecewiseStyle):
 
     def _call(self, forward: ModuleForward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
         queries, keys, values, *_ = args
-        ranks, tokens, widths = mesh.size(), queries.shape[self._dim], (keys.shape[-1], values.shape[-1])
-        mine = rank_pieces(rank, ranks, tokens, self.pieces)
+        tokens, widths = queries.shape[self._dim], (keys.shape[-1], values.shape[-1])
+        mine = rank_pieces(rank, mesh.size(), tokens, self.pieces)
         size = tokens // len(mine.numbers)
-        # they arrive rank by rank, and are put in the order of the sequence; later pieces are not seen
-        of_ranks = [rank_pieces(other, ranks, tokens, self.pieces).numbers for other in range(ranks)]
-        arrived = [number for numbers in of_ranks for number in numbers]
-        chunks = _all_gather(cat((keys, values), -1), mesh, self._dim).split(size, self._dim)
-        # (…, S, key width + value width): all tokens up to the end of this rank's last piece
-        earlier = cat([chunks[arrived.index(number)] for number in range(mine.numbers[-1] + 1)], self._dim)
+        # (…, S, key width + value width): all tokens up to the end of this rank's last piece; later ones are not seen
+        earlier = cat(self._gather(cat((keys, values), -1), mesh)[: mine.numbers[-1] + 1], self._dim)
 
         def piece_arguments(number: int, cut: list[Any]) -> list[Any]:
             return [cut[0], *earlier.narrow(self._dim, 0, (number + 1) * size).split(widths, -1), *cut[3:]]
 
         return self._call_pieces(forward, mine, piece_arguments, *args, **more)
+
+    def _gather(self, x: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+        """Collective: the pieces of whole sequences, of which each rank gives its own."""
+        ranks, tokens = mesh.size(), x.shape[self._dim]
+        # they arrive rank by rank, and are put in the order of the sequence
+        of_ranks = [rank_pieces(other, ranks, tokens, self.pieces).numbers for other in range(ranks)]
+        arrived = [number for numbers in of_ranks for number in numbers]
+        chunks = _all_gather(x, mesh, self._dim).split(tokens // len(of_ranks[0]), self._dim)
+        return [chunks[arrived.index(number)] for number in range(len(chunks))]
+
+
+class WholeSequences(GatheredKeys):
+    """For a plan's `context`: a module that must know all tokens of a sample is called with them, (B, T, …).
+
+    Every context rank does the same work, and keeps its own tokens of each output that has them. What the module
+    counts in its buffers, the first of them counts. dim: that of the tokens.
+    """
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__(dim)
+
+    def _call(self, forward: ModuleForward, mesh: DeviceMesh, rank: int, *args: Any, **more: Any) -> Any:
+        x, dim = args[0], self._dim
+        mine = rank_pieces(rank, mesh.size(), x.shape[dim], self.pieces)
+        pieces = self._gather(x, mesh)
+        buffers = [] if rank == 0 else [*forward.__self__.buffers()]  # type: ignore[attr-defined]  # of a module
+        before = [buffer.clone() for buffer in buffers]
+        output = forward(cat(pieces, dim), *args[1:], **more)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        tokens = x.shape[dim] * mesh.size()
+
+        def keep(y: Tensor) -> Tensor:
+            if y.dim() <= dim or y.shape[dim] != tokens:
+                return y
+            chunks = y.chunk(mine.of, dim)
+            return cat([chunks[number] for number in mine.numbers], dim)
+
+        return map_tensors(output, keep)
 
 
 class ShiftedPlaces(_PiecewiseStyle):

@@ -44,6 +44,10 @@ class DP(Strategy):
                 "strategy=dp strategy.activation_offload=true: replicas run in threads, where units have no order;"
                 " use strategy=ddp, or activation_checkpointing=units"
             )
+        if task.plan(network).counters and len(self.devices()) > 1:
+            raise Refusal(
+                "strategy=dp: the plan has counters, and replicas would count in copies that are dropped; use strategy=ddp"
+            )
         # torch's SyncBatchNorm wants a process for each GPU
         if self.sync_bn:
             raise Refusal(

@@ -30,6 +30,7 @@ from trainer.parallel.optimizer_state import (
 from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.parallel.rng.compiled_rng import make_rng
 from trainer.parallel.rng.native_rng import TorchRNG
+from trainer.parallel.step_counters import StepCounters
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
     Forward,
@@ -84,6 +85,7 @@ class ParallelModel:
         # facts of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self.plan = task.plan(network)
+        self.counters = StepCounters(network, self.plan)
         self.memory_format = MemoryFormat(network, self.machine.parameter_dtype, self.machine.channels_last)
         # on the device with its values; or on the meta device, if no rank need hold all of it
         self.network = self.materialize(network)
@@ -162,6 +164,7 @@ class ParallelModel:
         Returns this rank's part of the loss and its terms, on the device: the sum over data ranks is the global mean.
         """
         self.set_mode(training=True)
+        self.counters.begin(self.network)
         self.scaler.begin()
         # weighted: a mean of the means of micro-batches would be wrong if these have different weights
         share_of = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
@@ -250,7 +253,8 @@ class ParallelModel:
         )
 
     def after_step(self, step: int) -> None:
-        """Let the task change the network in place after an optimizer step; then the average follows the weights."""
+        """Collective where a plan has counters: add them up. Let the task change the network; move the average."""
+        self.counters.end([self.network], self.strategy.device, self.strategy.counting_groups)
         if getattr(self.task.after_step, "__func__", None) is not Task.after_step:  # most change nothing
             with torch.no_grad():
                 self.task.after_step(self.network, step)

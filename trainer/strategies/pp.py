@@ -13,10 +13,11 @@ from typing_extensions import override
 from trainer.data.sampler import RankSampler
 from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
-from trainer.parallel.device_mesh import format_degrees
+from trainer.parallel.device_mesh import format_degrees, ranks_along
 from trainer.parallel.fully_shard import Sharding
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.schedule import SCHEDULES, ScheduleName, StageLayout, can_run, runs_over_gloo
+from trainer.parallel.ranks import Ranks
 from trainer.strategies.loss import TaskNetwork
 from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
@@ -59,6 +60,12 @@ class PP(Meshed):
                 " strategy=ddp or fsdp"
             )
         return degrees
+
+    @property
+    @override
+    def counting_groups(self) -> list[Ranks]:
+        """Also the stages of a pipeline, which count different layers."""
+        return [*super().counting_groups, ranks_along(self.mesh, "pipe")]
 
     @property
     @override

@@ -79,6 +79,11 @@ class RankContext:
         return self.data_group
 
     @property
+    def counting_groups(self) -> list[Ranks]:
+        """The groups over which a step's counters are added up, one after the other."""
+        return [self.loss_group]
+
+    @property
     def slice(self) -> RankSampler:
         """Which samples this rank reads, and the device that they are needed on."""
         return RankSampler(self.data_group.rank, self.data_group.size, self.device, self.machine.seed)

@@ -29,6 +29,7 @@ from trainer.parallel.batch_norm import local_batch_norms
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.step_counters import StepCounters
 from trainer.verify.batch_parts import BatchPart, read_batch_parts
 from trainer.verify.fixed_randomness import FixedRandomness
 from trainer.verify.recorded_model import SketchingObserver, recording_optimizer_step
@@ -108,6 +109,7 @@ class PlainLoop:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         # network and task of each rank; before the hooks, which copies would call, too
         self.of_ranks = [(self.network, run.task), *(self._copy_for_rank() for _ in range(1, self.variation.ranks))]
+        self.counters = StepCounters(self.network, self.run.task.plan(self.network))
         modules = chain.from_iterable(network.named_modules() for network, _ in self.of_ranks)
         self.observer = SketchingObserver(modules, Ranks(), self.record)
         self.size = dataset_size(run.training)
@@ -171,6 +173,7 @@ class PlainLoop:
         run, network = self.run, self.network
         set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
         self.observer.begin(step + 1)
+        self.counters.begin(*(network for network, _ in self.of_ranks))
         parts = list(self._parts(epoch, indices))[:: -1 if self.variation.reverses else 1]
         total = sum(part.weight for part in parts) or 1.0
         sums: dict[str, Tensor] = {}
@@ -203,6 +206,7 @@ class PlainLoop:
     @torch.no_grad()
     def _after_step(self, step: int) -> None:
         """What the task of each rank does after a step, each with the weights as the optimizer has left them."""
+        self.counters.end([network for network, _ in self.of_ranks], self.run.strategy.device)
         stepped = [parameter.clone() for parameter in self.network.parameters()] if self.variation.ranks > 1 else []
         for network, task in self.of_ranks[:0:-1]:
             task.after_step(network, step)

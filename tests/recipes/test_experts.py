@@ -1,0 +1,144 @@
+"""A mixture of experts: the sum that it should be, what belongs to a sample, drops, balance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recipes.language.decoder import Decoder
+from recipes.language.experts import Mixture, Router, Routing, figures
+from trainer.messages import Refusal
+
+SIZES: dict[str, Any] = {"vocab_size": 30, "context": 16, "width": 16, "depth": 2, "heads": 4}
+LLAMA: dict[str, Any] = {**SIZES, "norm": "rms", "mlp": "swiglu", "rotary": 1e4, "bias": False, "tied": False}
+
+
+def mixture(**words: Any) -> Mixture:
+    torch.manual_seed(0)
+    module = Mixture(16, 8, Routing(4, **words), None)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module.double()
+
+
+def by_hand(module: Mixture, token: Tensor) -> Tensor:
+    """One token, one expert after the other."""
+    scores = (module.router.weight @ token).softmax(0)
+    kept = scores.argsort(descending=True)[: module.router.routing.active]
+    e = module.experts
+    results = [e.down[i] @ (functional.silu(e.gate[i] @ token) * (e.up[i] @ token)) for i in kept]
+    return sum(scores[i] / scores[kept].sum() * y for i, y in zip(kept, results, strict=True))  # type: ignore[return-value]
+
+
+def test_a_token_gets_the_weighted_sum_of_its_experts() -> None:
+    module, x = mixture(active=3), torch.randn(2, 5, 16, dtype=torch.float64)
+    expected = torch.stack([torch.stack([by_hand(module, token) for token in sample]) for sample in x])
+    torch.testing.assert_close(module(x), expected)
+    assert module.router.counts.tolist()[-1] == 0
+    assert int(module.router.counts.sum()) == 2 * 5 * 3
+
+
+def test_every_weight_has_a_gradient_though_no_token_came() -> None:
+    module = mixture(active=1)
+    module(torch.randn(1, 1, 16, dtype=torch.float64)).sum().backward()
+    gradients = [parameter.grad for parameter in module.experts.parameters()]
+    assert all(g is not None and int((g.flatten(1) != 0).any(1).sum()) == 1 for g in gradients)
+
+
+@pytest.mark.parametrize("words", [{"capacity": 0.6}, {"capacity": 0.5, "active": 3}])
+def test_experts_have_room_for_each_sample_and_early_tokens_come_first(words: dict[str, Any]) -> None:
+    module = mixture(**words)
+    x = torch.randn(3, 10, 16, dtype=torch.float64)
+    weights, chosen, _ = module.router(x)
+    room = -(-int(words["capacity"] * 10) * module.router.routing.active // 4)
+    for sample in range(3):  # alone as among others
+        alone = module.router(x[sample : sample + 1])
+        assert torch.equal(alone[1][0], chosen[sample])
+        assert (torch.bincount(chosen[sample].flatten(), minlength=5)[:4] <= room).all()
+    wanted = module.eval().router(x)[1].flatten(1)
+    module.train()
+    for sample, kept in zip(wanted, chosen.flatten(1) < 4, strict=True):
+        for expert in range(4):
+            mine = kept[sample == expert].tolist()
+            assert mine == [True] * min(len(mine), room) + [False] * max(len(mine) - room, 0)
+    dropped = int((chosen == 4).sum())
+    assert dropped > 0
+    assert int(weights[chosen == 4].abs().sum()) == 0
+    module.router.counts.zero_()
+    module.router(x)
+    assert int(module.router.counts[-1]) == dropped
+    module.eval()
+    assert (module.router(x)[1] < 4).all()  # an evaluation drops nothing
+    assert int(module.router.counts[-1]) == dropped  # and counts nothing
+
+
+def test_the_bias_moves_against_the_load_and_weighs_nothing() -> None:
+    module = mixture(bias_rate=0.5, active=1)
+    module.router.counts.copy_(torch.tensor([5, 1, 3, 3, 0]))
+    x = torch.randn(1, 4, 16, dtype=torch.float64)
+    module.router.counted()
+    assert module.router.bias is not None
+    assert module.router.bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
+    module.router.bias.fill_(0.0)[2] = 100.0
+    weights, chosen, _ = module.router(x)
+    assert (chosen == 2).all()
+    assert torch.equal(weights, torch.ones_like(weights))  # normalised, of one
+
+
+def test_the_loss_of_even_experts_is_its_factor() -> None:
+    module = mixture(auxiliary=0.25, active=4)  # every token uses every expert
+    balance = module.router(torch.randn(2, 6, 16, dtype=torch.float64))[2]
+    torch.testing.assert_close(balance, torch.full_like(balance, 0.25))
+
+
+def test_the_router_computes_in_fp32_where_all_else_is_bf16() -> None:
+    module = mixture().float()
+    seen: list[torch.dtype] = []
+    module.router.register_forward_hook(lambda _, __, out: seen.append(out[0].dtype))
+    x = torch.randn(2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights, chosen, _ = module.router(x)
+        assert module(x).dtype == torch.float32
+    own = module.router(x)
+    assert seen == [torch.float32] * 3
+    assert torch.equal(weights, own[0])
+    assert torch.equal(chosen, own[1])
+
+
+def test_figures_of_a_line() -> None:
+    said = figures({"a": torch.tensor([4, 0, 0, 0, 1]), "b": torch.tensor([1, 1, 1, 1, 2])})
+    assert {name: float(value) for name, value in said.items()} == {
+        "experts/busiest": 4.0,
+        "experts/idlest": 0.0,
+        "experts/dropped": 3.0,
+        **{f"experts/00{number}": load for number, load in enumerate((5.0, 1.0, 1.0, 1.0))},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"active": 5}, "model.active=5: of model.experts 4 a token gets 1 to 4"),
+        ({"scores": "softmx"}, "model.scores=softmx: there are softmax, sigmoid; did you mean 'softmax'?"),
+        ({"capacity": 0.0}, "model.capacity=0.0: it is a factor"),
+        ({"dense_first": 2}, "model.dense_first=2 of model.depth 2 blocks leaves none for experts; at most 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refusal, match=said[:40]) as caught:
+        Decoder(**LLAMA, experts=4, **words)
+    assert said in str(caught.value)
+
+
+def test_it_generates_as_it_scores() -> None:
+    network = Decoder(**LLAMA, experts=4, expert_inner=8, shared=1, auxiliary=0.1, capacity=0.5).eval()
+    text = torch.randint(30, (1, 4))
+    whole = network.generate(text, 6, do_sample=False)
+    for length in range(4, 10):
+        scores = network(whole[:, :length])["tokens"][:, -1]
+        assert int(scores.argmax()) == int(whole[0, length])
+    assert any(isinstance(module, Router) for module in network.modules())
