@@ -88,7 +88,7 @@ def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: i
     (tokens, begins), targets = data.train().batch(torch.arange(6))
     begins = torch.where(torch.arange(16) % 5 == 0, torch.arange(16), begins).cummax(1).values  # shorter ones
     task = NextToken(ignored=-100, loss_chunk=chunk, pack=True)
-    loss = task.loss(task.forward(own, (tokens, begins), targets), targets)
+    loss: Any = task.loss(task.forward(own, (tokens, begins), targets), targets)
     loss.backward()
     packed = {name: parameter.grad.clone() for name, parameter in own.named_parameters()}
 

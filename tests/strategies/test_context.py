@@ -119,7 +119,7 @@ class Drawing(Next):
         super().__init__()
         self.drawn: list[float] = []
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor | dict[str, Tensor]:
         self.drawn.append(float(torch.rand(())))
         return super().loss(output, target)
 

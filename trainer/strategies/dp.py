@@ -46,7 +46,8 @@ class DP(Strategy):
             )
         if task.plan(network).counters and len(self.devices()) > 1:
             raise Refusal(
-                "strategy=dp: the plan has counters, and replicas would count in copies that are dropped; use strategy=ddp"
+                "strategy=dp: the plan has counters, and replicas would count in copies that are dropped; use"
+                " strategy=ddp"
             )
         # torch's SyncBatchNorm wants a process for each GPU
         if self.sync_bn:
