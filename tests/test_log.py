@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.loop.loss_spikes import SpikeWatch
 from trainer.messages import format_duration, format_number
 from trainer.records.console import Console, LogFile, format_evaluation_line, format_training_line
 from trainer.records.metrics_files import MetricsFile
@@ -107,17 +108,15 @@ def test_a_jump_of_the_loss_is_told_once_and_noise_is_not(seed):
     curve = [(0.02 + 2.3 * math.exp(-step / 40)) * math.exp(each) for step, each in enumerate(spread.tolist())]
 
     def told(losses):
-        kept: Any = Kept()
-        log = Log([kept])
-        for step, loss in enumerate(losses, 1):
-            log.train(train_line(step, loss_mean=loss))
-        return [call[1] for call in kept.calls if call[0] == "say"]
+        watch = SpikeWatch()
+        jumps = [watch.look(step, loss) for step, loss in enumerate(losses, 1)]
+        return [jump.what for jump in jumps if jump is not None]
 
     assert told(curve) == []
     # wrong labels in one batch; and what a rate that is too high does, of which there is no way back
     for length in (1, 100):
         (note,) = told([*curve[:180], *[9.0] * length, *curve[180 + length :]])
-        assert re.match(r"note        the loss jumps from 0\.\d+ to 9 at step 181, \d+ times the usual spread", note)
+        assert re.match(r"the loss jumps from 0\.\d+ to 9 at step 181, \d+ times the usual spread", note)
 
 
 def test_a_start_drops_later_steps_and_a_torn_line(tmp_path):

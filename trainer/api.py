@@ -193,7 +193,7 @@ def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[st
 
     # these jobs have a folder of their own, and leave the run's status as it was
     job_folder = "evaluate" if job_kinds.opens_trained_run(cfg) else "verify" if job_kinds.is_verification(cfg) else ""
-    job_folder = "doctor" if job_kinds.is_doctor_job(cfg) else job_folder
+    job_folder = "doctor" if job_kinds.is_doctor_job(cfg) else "lr" if job_kinds.is_range_test(cfg) else job_folder
     status = read_status(folder)
     if code == failure.STOPPED and status is None:
         raise KeyboardInterrupt("interrupted before the run began")

@@ -10,7 +10,8 @@ from trainer.configuration.schema import parse_settings
 from trainer.launch.safe_files import resolve_links
 from trainer.messages import Refusal, expand_home
 
-_TRAINING_JOBS = ("trainer.jobs.fit.Fit", "trainer.verify.job.Verify")
+_RANGE_TEST = "trainer.jobs.range_test.RangeTest"
+_TRAINING_JOBS = ("trainer.jobs.fit.Fit", "trainer.verify.job.Verify", _RANGE_TEST)
 
 
 def opens_trained_run(cfg: DictConfig) -> bool:
@@ -46,6 +47,11 @@ def examined_folder(cfg: DictConfig) -> Path:
 def is_verification(cfg: DictConfig) -> bool:
     """Does the job compare a strategy with one process? Then it leaves the run's own files as they are."""
     return bool(cfg.job.get("_target_") == "trainer.verify.job.Verify")
+
+
+def is_range_test(cfg: DictConfig) -> bool:
+    """Does the job look for a learning rate? Then it leaves nothing in a run's folder, which may be of another run."""
+    return bool(cfg.job.get("_target_") == _RANGE_TEST)
 
 
 def open_keys(cfg: DictConfig, processes: int) -> list[str]:

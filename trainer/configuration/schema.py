@@ -69,6 +69,7 @@ class Loop:
     histograms_every: StepIntervals
     patience: Count | None  # evaluations
     on_nonfinite: Literal["stop", "skip", "rollback"]
+    on_spike: Literal["warn", "rollback"]
     eval_batch: Count | None
     peak_flops: Positive | None  # operations a second of one device
     deterministic: bool

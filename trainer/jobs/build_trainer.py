@@ -20,6 +20,7 @@ from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Trigger
 from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fused
+from trainer.loop.loss_spikes import SPIKE_POLICIES
 from trainer.loop.media_logging import MediaLogger, NoMediaLogger, NoTextSample, TextSample
 from trainer.loop.progress import NONFINITE_POLICIES, Progress
 from trainer.loop.trainer import Trainer
@@ -106,6 +107,7 @@ def make_trainer(
         profile=make_profile(run),
         media=make_media_logger(run, evaluation, log),
         on_nonfinite=NONFINITE_POLICIES[loop.on_nonfinite](),
+        spikes=SPIKE_POLICIES[loop.on_spike](),
     )
 
 

@@ -1,11 +1,12 @@
-"""How far a run is, as every checkpoint has it; and whether it ends or goes back if a loss is not finite."""
+"""How far a run is, as every checkpoint has it; and whether it ends or goes back after a step that went wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
-from trainer.messages import NotFinite
+from trainer.messages import BadStep
 from trainer.records.checkpoint.manifest import CheckpointInfo
 
 
@@ -53,33 +54,39 @@ class Progress:
 MAX_TRIES = 3  # times that a run goes back to the same checkpoint
 
 
+Find = Callable[[float], CheckpointInfo | None]  # the newest valid checkpoint of a step before this one
+
+
 class StopOnNonFinite:
     """The run ends."""
 
-    def choose_checkpoint(self, error: NotFinite, find_newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
+    def choose_checkpoint(self, error: BadStep, find_newest: Find) -> CheckpointInfo:
         """Collective if `find_newest` is: the checkpoint to go on from. Raises the error if the run is to end."""
         raise error
 
 
-class RollBackOnNonFinite(StopOnNonFinite):
-    """The run goes back to its newest checkpoint; without a save in between only a few times."""
+class RollBack(StopOnNonFinite):
+    """The run goes back to its newest good checkpoint; without a save in between only a few times."""
 
     def __init__(self) -> None:
         self._step, self._times = -1, 0  # of the last checkpoint that was gone back to; how often
 
-    def choose_checkpoint(self, error: NotFinite, find_newest: Callable[[], CheckpointInfo | None]) -> CheckpointInfo:
-        """Collective: the newest checkpoint. Raises the error if there is none, or if it was used too often."""
-        checkpoint = find_newest()
+    def choose_checkpoint(self, error: BadStep, find_newest: Find) -> CheckpointInfo:
+        """Collective: the newest good checkpoint. Raises the error if there is none, or if it was used too often."""
+        # one that was good before still is: bad samples right behind it must not lead further and further back
+        checkpoint, then = find_newest(max(error.before, self._step + 1)), ""
         if checkpoint is None:
-            then = "There is no checkpoint to go back to yet. "
-            raise NotFinite(error.step, error.what, error.read, then) from None
-        self._times = self._times + 1 if checkpoint.step == self._step else 1
-        self._step = checkpoint.step
-        if self._times > MAX_TRIES:
-            then = f"The run has gone back {MAX_TRIES} times to step {checkpoint.step}, and no save has followed. "
-            raise NotFinite(error.step, error.what, error.read, then) from None
+            known = error.before < inf
+            then = f"There is no checkpoint {f'of before step {error.before:,}' if known else 'to go back to yet'}. "
+        else:
+            self._times = self._times + 1 if checkpoint.step == self._step else 1
+            self._step = checkpoint.step
+            if self._times > MAX_TRIES:
+                then = f"The run has gone back {MAX_TRIES} times to step {checkpoint.step}, and no save has followed. "
+        if checkpoint is None or then:
+            raise type(error)(error.step, error.what, error.read, then, error.before) from None
         return checkpoint
 
 
 # by the value of loop.on_nonfinite; with "skip" steps are left out (StepSkipper), and too many of them end the run
-NONFINITE_POLICIES = {"stop": StopOnNonFinite, "skip": StopOnNonFinite, "rollback": RollBackOnNonFinite}
+NONFINITE_POLICIES = {"stop": StopOnNonFinite, "skip": StopOnNonFinite, "rollback": RollBack}

@@ -18,10 +18,11 @@ from trainer.learning.optimizer import init_momentum, set_rates
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.loop.evaluation import evaluate, trial_evaluation
+from trainer.loop.loss_spikes import SpikeWatch
 from trainer.loop.media_logging import NoMediaLogger
-from trainer.loop.progress import Progress, StopOnNonFinite
+from trainer.loop.progress import Progress, RollBack, StopOnNonFinite
 from trainer.loop.train_metrics import StepMonitor
-from trainer.messages import NotFinite
+from trainer.messages import BadStep, LossSpike, NotFinite
 from trainer.parallel.tensor_statistics import trained_tensors
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CheckpointInfo
@@ -59,7 +60,9 @@ class Trainer:
     metrics: dict[str, float] | None = None  # of the last evaluation
     profile: NoProfiler = field(default_factory=NoProfiler)
     media: NoMediaLogger = field(default_factory=NoMediaLogger)
-    on_nonfinite: StopOnNonFinite = field(default_factory=StopOnNonFinite)  # or RollBackOnNonFinite
+    on_nonfinite: StopOnNonFinite = field(default_factory=StopOnNonFinite)  # or RollBack
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)  # or RollBackOnSpike
+    on_spike: StopOnNonFinite = field(default_factory=RollBack)  # what such a jump leads to
 
     def fit(self, start: CheckpointInfo | None) -> bool:
         """Train to the end, from a checkpoint if there is one; False: stopped by a request, and saved."""
@@ -73,7 +76,9 @@ class Trainer:
                         break
                 self._monitor.check(broken=False, failed=self._is_over())  # waits for the last save
             except NotFinite as error:
-                self._roll_back(error)
+                self._roll_back(error, self.on_nonfinite)
+            except LossSpike as error:
+                self._roll_back(error, self.on_spike)
         self.checkpoints.finish()
         self.model.watch.lap_between("save")
         return self.finished and self.progress.owed is None
@@ -101,7 +106,9 @@ class Trainer:
         """Collective: forget what was measured of steps; the next one begins at the present progress."""
         self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
         batch = self.train_loader.global_batch
-        self._monitor = StepMonitor(self.strategy, self.model, batch, self.checkpoints, self.log, self.report)
+        self._monitor = StepMonitor(
+            self.strategy, self.model, batch, self.checkpoints, self.log, self.report, self.spikes
+        )
         self._origin = replace(self.progress)
 
     @property
@@ -116,13 +123,14 @@ class Trainer:
         self.model.load_state(self.optimizer, tensors)
         vars(self.progress).update(checkpoint.state["progress"])
         self.schedule.load(checkpoint.state.get("schedule", {}))
+        self.spikes.load(checkpoint.state.get("spikes", {}))
         # with another batch size or a smaller set the epoch may have no whole batch left
         self.progress.begin_next_epoch(self.train_loader.global_batch, self.train_loader.length)
 
-    def _roll_back(self, error: NotFinite) -> None:
-        """Collective: go on from the newest checkpoint, with the samples after the broken step; or raise the error."""
+    def _roll_back(self, error: BadStep, policy: StopOnNonFinite) -> None:
+        """Collective: go on from the newest good checkpoint, with samples after the bad step; or raise the error."""
         self.model.forget(self.optimizer)  # first: reading needs the memory, and a long timeout
-        checkpoint = self.on_nonfinite.choose_checkpoint(error, self.checkpoints.newest)
+        checkpoint = policy.choose_checkpoint(error, self.checkpoints.newest)
         # later samples were read as well, but how many depends on when the error was noticed: they are not skipped
         skipped = self._origin.after(error.step, self.train_loader.global_batch, self.train_loader.length)
         self.report("running", self.progress.step)
@@ -215,9 +223,10 @@ class Trainer:
         return metrics
 
     def save(self, metrics: dict[str, float] | None) -> None:
-        """Collective: save a checkpoint. NotFinite or ReplicaDriftError instead of saving a broken network."""
+        """Collective: save a checkpoint. BadStep or ReplicaDriftError instead of saving a broken network."""
         self._monitor.write()
         facts = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
+        facts["spikes"] = self._monitor.spike_state()
         with self._settled():
             tensors = self.model.state(self.optimizer)
             self._monitor.check_before_save(self.progress.step, tensors)
@@ -240,7 +249,7 @@ class Trainer:
         self.model.settle()
         try:
             yield
-        except NotFinite:  # raised on all ranks, and the run may go on; another error may be that of one rank
+        except BadStep:  # raised on all ranks, and the run may go on; another error may be that of one rank
             self.model.unsettle()
             raise
         self.model.unsettle()

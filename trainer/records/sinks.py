@@ -1,15 +1,11 @@
-"""Sinks: where a run's metrics and messages go. All of a run's as one `Log`, and a loss that jumps."""
+"""Sinks: where a run's metrics and messages go. All of a run's as one `Log`."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partialmethod
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -17,53 +13,6 @@ from torch import Tensor
 
 from trainer.messages import escape_text, first_line, format_count
 from trainer.parallel.tensor_statistics import Histogram
-
-_WINDOW = 50  # lines that a jump is compared with
-_FAR = 8.0  # robust standard deviations
-_SIGMA = 1.4826  # of a normal distribution, per median absolute deviation
-
-
-class LossSpikeDetector:
-    """Tells a jump of the loss, once: above all of the last 50 lines, by a step far larger than theirs.
-
-    Steps from line to line are compared, and not losses: those fall, and lie wide apart while a run learns fast.
-    """
-
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=_WINDOW + 1)  # of the lines before
-
-    def look(self, step: int, loss: float) -> list[str]:
-        """The loss of the next line; a sentence where it has jumped."""
-        before = [*self._losses]
-        if not math.isfinite(loss):  # which the run does not survive
-            return []
-        self._losses.append(loss)
-        # what stays up is told once: it is no new height then
-        if len(before) < _WINDOW or loss <= max(before):
-            return []
-        # small losses differ by factors, so their logarithms must have jumped as well: one hard sample is no spike
-        losses = [*before, loss]
-        far = (
-            _jump_size(losses)
-            if min(losses) <= 0
-            else min(_jump_size(losses), _jump_size([math.log(each) for each in losses]))
-        )
-        if far <= _FAR:
-            return []
-        return [
-            f"the loss jumps from {before[-1]:.4g} to {loss:.4g} at step {step:,}, {far:.0f} times the usual spread of"
-            " its steps: wrong samples, or too high a learning rate"
-        ]
-
-
-def _jump_size(values: Sequence[float]) -> float:
-    """How far the last step from value to value is above the others, in robust standard deviations."""
-    *steps, last = [after - before for before, after in pairwise(values)]
-    middle = median(steps)
-    # robust: a few jumps among the last lines do not widen it
-    spread = _SIGMA * median(abs(each - middle) for each in steps)
-    return (last - middle) / spread if spread > 0 else 0.0
-
 
 Line = Mapping[str, Any]
 _NOT_METRICS = ("kind", "step", "epoch", "samples", "time")  # keys of a line that say what it is about
@@ -157,7 +106,7 @@ class Log(Sink):
     """
 
     def __init__(self, sinks: Iterable[Sink]):
-        self.sinks, self._spikes = list(sinks), LossSpikeDetector()
+        self.sinks = list(sinks)
         self._lost: dict[int, int] = {}  # sinks (by id) that could not write when last called → calls that are lost
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
@@ -169,20 +118,9 @@ class Log(Sink):
         """Say something about the run."""
         self.each_sink("say", escape_text(fact))
 
-    def train(self, line: Line) -> None:
-        """Log the figures of a training step, and a word where the loss has jumped."""
-        self.each_sink("train", line)
-        for jump in self._spikes.look(line["step"], line["loss_mean"]):
-            self.say(f"note        {jump}")
-
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W), with words below them."""
         self.each_sink("images", tag, images.detach(), step, words)
-
-    def rewind(self, step: int) -> None:
-        """Take back what was logged of steps after this one."""
-        self._spikes = LossSpikeDetector()
-        self.each_sink("rewind", step)
 
     def close(self) -> None:
         """End the log. A second call does nothing."""
@@ -210,5 +148,5 @@ class Log(Sink):
 
 
 # What a log adds nothing to goes to every sink as it is, so those verbs and their arguments are written once, in Sink.
-for _verb in ("eval", "confusion", "histograms", "text", "sample", "flush", "end"):
+for _verb in ("train", "eval", "confusion", "histograms", "text", "sample", "rewind", "flush", "end"):
     setattr(Log, _verb, partialmethod(Log.each_sink, _verb))

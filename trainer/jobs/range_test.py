@@ -1,0 +1,168 @@
+"""The job `lr`: a range test (Smith 2015, arXiv:1506.01186). Which learning rate suits a run? It leaves one picture."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+
+from trainer.configuration.command_line import add_overrides
+from trainer.jobs.build_trainer import make_checkpoints, make_trainer
+from trainer.jobs.plan_comparison import PlanComparison
+from trainer.jobs.preparation import build_weights_on_main, prepare
+from trainer.jobs.rate_curve import RateCurve, draw_blocks
+from trainer.jobs.rate_plot import plot_rates
+from trainer.jobs.run_messages import launcher_command
+from trainer.jobs.run_parts import Job, PreparedRun, RunParts
+from trainer.launch import failure, rank_output
+from trainer.launch.safe_files import replace_file
+from trainer.launch.stop_signals import StopRequest
+from trainer.launch.store_collectives import broadcast_from_main
+from trainer.learning.intervals import Interval, Trigger
+from trainer.learning.optimizer import make_trial_optimizer
+from trainer.learning.schedule import Schedule
+from trainer.loop.progress import Progress
+from trainer.messages import NotFinite, Refusal, format_count, format_number
+from trainer.records.checkpoint.manager import NonFiniteSave
+from trainer.records.checkpoint.mirror import NoMirror
+from trainer.records.run_folder import RunFolder
+from trainer.records.sinks import Log
+
+_ROWS = 14  # of the table
+
+
+@dataclass
+class RisingRate(Schedule):
+    """The rates of the test, as factors of the run's own: so groups with a rate of their own rise in proportion."""
+
+    curve: RateCurve | None = None
+    base: float = 1.0  # `optimizer.lr`
+    needs_horizon: ClassVar[bool] = False
+
+    def at(self, step: int, epoch: int, done: float) -> float:
+        assert self.curve is not None
+        return self.curve.rate(step) / self.base
+
+
+class RangeTest(Job):
+    """Train with a rate that rises until the loss diverges; print the curve, and the rate that it suggests."""
+
+    def __init__(
+        self, lowest: float = 1e-6, highest: float = 10.0, steps: int = 200, plot: str | None = "lr.png"
+    ) -> None:
+        if not 0 < lowest < highest or steps < 20:
+            raise Refusal(
+                f"job.lowest={lowest:g}, job.highest={highest:g}, job.steps={steps}: the rate rises from above 0 to a"
+                " higher one in 20 steps or more; job.lowest=1e-6 job.highest=10 job.steps=200 is the default"
+            )
+        self.lowest, self.highest, self.steps, self.plot = lowest, highest, steps, plot
+
+    def __call__(self, parts: RunParts) -> int:
+        """Train and suggest; the exit code. Refusal where the run itself would be refused."""
+        launch, resume = parts.machine.launch, parts.settings.run.resume
+        if resume not in ("auto", "fresh"):
+            raise Refusal(
+                f"job=lr and run.resume={resume}: it begins as a new run does; init_from={resume} takes its weights"
+            )
+        make: Callable[[Any], Optimizer] = parts.make_optimizer
+        base = float(make_trial_optimizer(make).param_groups[0]["lr"])
+        if base <= 0:
+            raise Refusal(f"job=lr: optimizer.lr is {base:g}, and other rates are in proportion to it; set any above 0")
+        broadcast_from_main(launch, "plot", self._refuse_plot)
+        run = prepare_without_folder(parts)
+        curve = RateCurve(self.lowest, self.highest, self.steps, self.steps // _ROWS if launch.is_main else 0)
+        # what ranks and libraries say goes where it goes in a run, into files that do not stay
+        with TemporaryDirectory() as place, StopRequest(launch) as stop:
+            rank_output.redirect_output(launch.rank, Path(place))
+            with run.strategy:
+                done = self._train(run, curve, base, stop)
+        if not done:
+            return failure.exit_code(False, launch)
+        if launch.is_main:
+            self._report(run, curve)
+        return 0
+
+    def _train(self, run: PreparedRun, curve: RateCurve, base: float, stop: StopRequest) -> bool:
+        """Collective: train until the loss diverges, on all ranks alike; False: somebody asked to stop."""
+        if run.machine.launch.is_main:
+            print(
+                f"rate test   {format_count(self.steps, 'step')} of {run.settings.loop.global_batch} samples with"
+                f" {run.strategy.name} on {format_count(run.strategy.world.size, 'process')}\n"
+                f"  {'optimizer.lr':<14}loss",
+                flush=True,
+            )
+        with make_checkpoints(run, NoMirror()) as checkpoints:
+            vars(checkpoints)["save"] = lambda *_: NonFiniteSave()  # the end of a run saves; here nothing is written
+            build_weights_on_main(run, resuming=False)
+            trainer = make_trainer(run, checkpoints, Log([curve]), stop, Progress(), PlanComparison(run))
+            trainer.steps, trainer.schedule = self.steps, RisingRate(curve=curve, base=base)
+            # a line for each step; no evaluation, no save. A rank that sees the loss diverge asks all to stop
+            trainer.eval_loader, trainer.stop_after, trainer.stop = None, None, lambda: stop.raised or curve.diverged
+            trainer.log_trigger, trainer.save_trigger = Trigger([Interval(1)]), Trigger([])
+            try:
+                trainer.fit(None)
+            except NotFinite:  # on all ranks
+                curve.diverged = True
+            # all ranks; was any asked to stop by somebody?
+            return not run.strategy.world.max_values([stop.raised])[0]
+
+    def _report(self, run: PreparedRun, curve: RateCurve) -> None:
+        """Print the curve and the suggestion, and draw it. The main rank calls it."""
+        smoothed, rates_at = curve.smoothed(), curve.find_rates()
+        rate = float(f"{curve.rate(rates_at.chosen):.2g}") if rates_at else None
+        line, *marks = draw_blocks(smoothed, rates_at.chosen if rates_at else None)
+        lines = [f"curve       {line}", *(f"            {mark}" for mark in marks)]
+        last = curve.rate(len(curve.losses) - 1)
+        lines.append(
+            f"diverged    at optimizer.lr={last:.2g}" if curve.diverged else f"diverged    not up to {last:.2g}"
+        )
+        if rates_at is None or rate is None:
+            lines.append(
+                "suggestion  none: the loss has not fallen; another job.lowest or job.highest, or more job.steps"
+            )
+        else:
+            lines += [
+                f"steepest    at optimizer.lr={curve.rate(rates_at.steepest):.2g}",
+                f"lowest      {format_number(smoothed[rates_at.lowest])} at optimizer.lr={curve.rate(rates_at.lowest):.2g}",
+                f"suggestion  optimizer.lr={rate:g}, in the middle of the last tenth of the fall; to train with it:",
+                f"  {training_command(run, rate)}",
+            ]
+        if self.plot is not None:
+            rates = [curve.rate(step) for step in range(len(curve.losses))]
+            title = f"loss of each step, and smoothed; {run.settings.loop.global_batch} samples a step"
+            replace_file(Path(self.plot), plot_rates(rates, curve.losses, smoothed, rate, title))
+            lines.append(f"written     {self.plot}")
+        print("\n".join(lines), flush=True)
+
+    def _refuse_plot(self) -> None:
+        path = Path(self.plot or "lr.png")
+        if path.suffix != ".png" or not path.parent.is_dir():
+            raise Refusal(f"job.plot={self.plot}: a file that ends in .png, in a folder that there is; null: none")
+
+
+def prepare_without_folder(parts: RunParts) -> PreparedRun:
+    """The run as `fit` would prepare it, with no folder, no loggers and no checkpoint; all of it is forgotten."""
+
+    def open_nothing(check: Callable[[Path | None], Any]) -> RunFolder:
+        # what the run would begin with is looked at, as before a run; the main rank decides for all
+        broadcast_from_main(parts.machine.launch, "folder", lambda: check(None) and None)
+        return RunFolder(Path("no-folder"))  # without the lock it writes nothing
+
+    parts.open_folder = open_nothing
+    run = prepare(parts)
+    run.sinks = []
+    loop = replace(run.settings.loop, on_nonfinite="stop", on_spike="warn")
+    run.settings = replace(run.settings, loop=loop, profile=None)
+    return run
+
+
+def training_command(run: PreparedRun, rate: float) -> str:
+    """The command that trains with this rate: the words of the test without those of the job."""
+    words = [word for word in run.arguments if not word.lstrip("+").startswith(("job=", "job.", "optimizer.lr="))]
+    words = add_overrides(words, f"optimizer.lr={rate:g}")
+    return f"{launcher_command(run.machine.launch)} -m trainer {shlex.join(words)}"
