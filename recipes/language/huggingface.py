@@ -1,4 +1,4 @@
-"""A decoder's weights and settings as transformers has them: GPT-2, Llama and Qwen2, read and written.
+"""A decoder's weights and settings as transformers has them: GPT-2, Llama, Qwen2 and mixtures, read and written.
 
 `network` is a recipes.language.decoder.Decoder, which calls this.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recipes.language import expert_layouts
+from recipes.language.experts import Mixture
+from recipes.language.pairs import Pair, same
 from recipes.language.rotary_scaling import words_of
 from recipes.language.settings import refuse_others
 from trainer.messages import Refusal
@@ -37,15 +39,6 @@ _GPT2 = {
 }
 _APART = tuple(f"self_attn.{which}_proj" for which in "qkv")
 _PREFIXES = ("transformer.", "model.")  # left out in files of the network without its head
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One of our tensors, and those of theirs that hold the same numbers."""
-
-    theirs: tuple[str, ...]
-    join: Callable[..., Tensor]  # theirs → ours
-    part: Callable[[Tensor], tuple[Tensor, ...]]  # ours → theirs
 
 
 def translated(network: Any, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
@@ -87,7 +80,7 @@ def save(network: Any, folder: Path) -> None:
 
     own = network.state_dict()
     written: dict[str, Tensor] = {}
-    for name, pair in pairs(network):
+    for name, pair in dict(pairs(network)).items():  # the last of several
         if name != "head.weight" or own[name].data_ptr() != own["embed.weight"].data_ptr():  # tied: once
             written |= dict(zip(pair.theirs, pair.part(own[name]), strict=True))
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,18 +89,22 @@ def save(network: Any, folder: Path) -> None:
 
 
 def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
-    """Every tensor of the network, and what holds it in transformers."""
+    """Every tensor of the network, and what holds it in transformers; where there are two layouts, the written last."""
     llama = network.position is None
     outer = {"embed": "model.embed_tokens", "norm": "model.norm"} if llama else _OUTER_GPT2
     for name in network.state_dict(keep_vars=True):
         layer, _, kind = name.rpartition(".")
         if layer == "head":
-            yield name, _same("lm_head.weight")
+            yield name, same("lm_head.weight")
         elif not layer.startswith("blocks."):
-            yield name, _same(f"{outer[layer]}.{kind}")
+            yield name, same(f"{outer[layer]}.{kind}")
         else:
             _, number, inner = layer.split(".", 2)
-            if llama:
+            mlp = network.blocks[int(number)].mlp
+            if isinstance(mlp, Mixture) and inner.startswith("mlp."):
+                layouts = expert_layouts.pairs(mlp, f"model.layers.{number}.", inner, kind)
+                yield from ((name, pair) for pair in layouts)
+            elif llama:
                 yield name, _of_llama(network, f"model.layers.{number}.", inner, kind)
             else:
                 yield name, _of_gpt2(network, f"transformer.h.{number}.", inner, kind)
@@ -118,7 +115,7 @@ _OUTER_GPT2 = {"embed": "transformer.wte", "position": "transformer.wpe", "norm"
 
 def _of_llama(network: Any, block: str, inner: str, kind: str) -> Pair:
     if inner != "attention.qkv":
-        return _same(f"{block}{_LLAMA[inner]}.{kind}")
+        return same(f"{block}{_LLAMA[inner]}.{kind}")
     return Pair(tuple(f"{block}{which}.{kind}" for which in _APART), _packed(network), _unpacked(network))
 
 
@@ -152,10 +149,6 @@ def _unpacked(network: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
     return part
 
 
-def _same(name: str) -> Pair:
-    return Pair((name,), lambda x: x, lambda own: (own,))
-
-
 def _plain(name: str) -> str:
     """A name of theirs without the word for the network inside of the one with a head."""
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
@@ -164,13 +157,14 @@ def _plain(name: str) -> str:
 def configuration(network: Any) -> dict[str, Any]:
     """The network's settings as transformers' config.json. Refusal where none of the three families has them."""
     block: Any = network.blocks[0]
+    mixture = network.blocks[-1].mlp if isinstance(network.blocks[-1].mlp, Mixture) else None
     vocabulary, width = network.embed.weight.shape
     common = {
         "vocab_size": vocabulary,
         "tie_word_embeddings": network.head.weight is network.embed.weight,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # null: theirs would be tokens of another vocabulary
     }
-    inner, kind = block.mlp.up.out_features, type(block.mlp).__name__
+    kind = "SwiGLU" if mixture else type(block.mlp).__name__
     form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
     if network.position is not None:
         if form not in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) or network.groups != network.heads:
@@ -183,7 +177,7 @@ def configuration(network: Any) -> dict[str, Any]:
             "n_embd": width,
             "n_layer": len(network.blocks),
             "n_head": network.heads,
-            "n_inner": inner,
+            "n_inner": block.mlp.up.out_features,
             "activation_function": "gelu_new" if kind == "TanhMLP" else "gelu",
             "layer_norm_epsilon": network.norm.eps,
             "scale_attn_weights": True,
@@ -192,6 +186,8 @@ def configuration(network: Any) -> dict[str, Any]:
     if form != ("RMSNorm", "SwiGLU", False):
         raise Refusal(_STRANGE)
     family = "Qwen2" if block.attention.qkv.bias is not None else "Llama"
+    if mixture and (family == "Qwen2" or type(block.mlp).__name__ not in ("SwiGLU", "Mixture", "BalancedMixture")):
+        raise Refusal(_STRANGE)
     base, scaled = block.attention.positions.base, block.attention.positions.scaling
     scaling = words_of(scaled)
     return {
@@ -199,7 +195,6 @@ def configuration(network: Any) -> dict[str, Any]:
         "architectures": [f"{family}ForCausalLM"],
         **common,
         "hidden_size": width,
-        "intermediate_size": inner,
         "num_hidden_layers": len(network.blocks),
         "num_attention_heads": network.heads,
         "num_key_value_heads": network.groups,
@@ -212,6 +207,11 @@ def configuration(network: Any) -> dict[str, Any]:
         "rope_theta": base,
         **({"rope_scaling": scaling} if scaling else {}),
         "rope_parameters": {"rope_type": "default", "rope_theta": base, **(scaling or {})},
+        **(
+            expert_layouts.configuration(network, mixture)
+            if mixture
+            else {"intermediate_size": block.mlp.up.out_features}
+        ),
     }
 
 

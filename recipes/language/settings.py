@@ -24,9 +24,35 @@ _OURS = {
     "rope_theta": "rotary",
     "rope_scaling": "rotary_scaling",
     "tie_word_embeddings": "tied",
+    **dict.fromkeys(("num_local_experts", "n_routed_experts"), "experts"),
+    "num_experts_per_tok": "active",
+    "n_shared_experts": "shared",
+    "moe_intermediate_size": "expert_inner",
+    "first_k_dense_replace": "dense_first",
+    "norm_topk_prob": "normalised",
+    "routed_scaling_factor": "scaling",
 }
 _ACTIVATIONS = {"gelu_new": "model.mlp=gelu_tanh", "gelu": "model.mlp=gelu"}
-_FAMILIES = {"qwen2": "model=llama model.qkv_bias=true", "llama": "model=llama", "gpt2": "model=gpt2"}
+_FAMILIES = {
+    "qwen2": "model=llama model.qkv_bias=true",
+    "llama": "model=llama",
+    "gpt2": "model=gpt2",
+    "mixtral": "model=mixtral",
+    "glm4_moe": "model=deepseek_moe model.scores=sigmoid",
+}
+# how a family routes, where its config.json does not say so
+_ROUTING: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "scores": "softmax",
+        "normalised": True,
+        "scaling": 1.0,
+        "bias_rate": None,
+        "shared": 0,
+        "expert_inner": None,
+        "dense_first": 0,
+    },
+    "glm4_moe": {"scores": "sigmoid", "bias_rate": 0.001},
+}
 
 
 def refuse_others(theirs: Mapping[str, Any], own: Mapping[str, Any], head: bool) -> None:
@@ -76,7 +102,7 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
         "inner": None,
     }
     if not learned:
-        form["mlp"] = "swiglu"
+        form |= {"mlp": "swiglu", **_ROUTING.get(family, {})}
     free = {"max_position_embeddings"}  # of rotary positions there are as many as a sample has tokens
     said = {
         ours: plain[key] for key, ours in {**_OURS, "vocab_size": "vocab_size"}.items() if key in plain.keys() - free
@@ -95,6 +121,10 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": words_of(scaling_of(scaled, "config.json")),
     }
     plain = {key: value for key, value in config.items() if value is not None and not key.startswith("rope_")}
+    if config.get("model_type") == "mixtral":
+        plain["use_sliding_window"] = "sliding_window" in plain
+    if config.get("model_type") == "glm4_moe":  # there a missing word means half
+        plain["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
     return plain | (rotary if config.get("model_type") != "gpt2" else {})
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from recipes.language.decoder import Decoder
+from recipes.language.experts import Router
 from recipes.language.text import Text
 from recipes.language.tokens import Tokens
 from tests.commands import ROOT, lines
@@ -28,11 +30,14 @@ from trainer.messages import Refusal
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "context": 16, "width": 32, "depth": 2, "heads": 4}
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "rotary": 10000.0, "bias": False, "groups": 2, "inner": 48}
+DEEPSEEK: dict[str, Any] = {"shared": 2, "scores": "sigmoid", "bias_rate": 0.01, "scaling": 1.5}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"mlp": "gelu_tanh"},
     "llama": {**LLAMA, "tied": False},
     "llama, tied": LLAMA,
     "qwen2": {**LLAMA, "qkv_bias": True},
+    "mixtral": {**LLAMA, "tied": False, "experts": 4},
+    "glm4_moe": {**LLAMA, "tied": False, "experts": 4, "expert_inner": 8, "dense_first": 1, **DEEPSEEK},
 }
 
 
@@ -41,6 +46,9 @@ def filled(network: Decoder) -> Decoder:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
+        for module in network.modules():
+            if isinstance(module, Router) and module.bias is not None:
+                module.bias.copy_(torch.randn_like(module.bias) * 0.1)
     return network.eval()
 
 
@@ -56,11 +64,30 @@ def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
     # and back, from the files that transformers itself writes
     theirs.save_pretrained(tmp_path / "theirs")
-    from safetensors.torch import load_file
-
     fresh = filled(Decoder(**SIZES, **FAMILIES[family]))
     fresh.load_state_dict(fresh.translated(load_file(tmp_path / "theirs" / "model.safetensors"), {}), strict=False)
     torch.testing.assert_close(fresh(tokens), own(tokens), rtol=0, atol=0)
+    # as transformers 5 holds them: experts as one tensor
+    fresh = filled(Decoder(**SIZES, **FAMILIES[family]))
+    fresh.load_state_dict(fresh.translated(theirs.state_dict(), {}), strict=False)
+    torch.testing.assert_close(fresh(tokens), own(tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+def test_settings_of_a_folder_of_experts_make_its_network(family: str, tmp_path: Path) -> None:
+    own = filled(Decoder(**SIZES, **FAMILIES[family]))
+    own.save_pretrained(tmp_path)
+    words = Decoder.settings_of(tmp_path, 256)
+    again = Decoder(**{**words, "context": 16})
+    config = json.loads((tmp_path / "config.json").read_text())
+    again.load_state_dict(again.translated(load_file(tmp_path / "model.safetensors"), config), strict=False)
+    tokens = torch.randint(256, (3, 16))
+    torch.testing.assert_close(again.eval()(tokens), own(tokens), rtol=0, atol=0)
+    with pytest.raises(Refusal, match=r"num_experts_per_tok 2, here 1 \(model\.active=2\)"):
+        Decoder(**{**words, "context": 16, "active": 1}).translated(load_file(tmp_path / "model.safetensors"), config)
+    with pytest.raises(Refusal, match="sliding_window|use_qk_norm"):
+        more = {"sliding_window": 8} if family == "mixtral" else {"use_qk_norm": True}
+        again.translated(load_file(tmp_path / "model.safetensors"), {**config, **more})
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
