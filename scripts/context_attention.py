@@ -73,7 +73,7 @@ def durations(ranks: int, times: int, tokens: int, groups: int, dtype: torch.dty
 
 def layer(groups: int, in_ring: bool) -> nn.Module:
     """Attention on stretches."""
-    network = nn.ModuleDict({"core": Causal(grouped=groups < HEADS, masks=Masks())})
+    network = nn.ModuleDict({"core": Causal(grouped=groups < HEADS, window=None, masks=Masks())})
     plan = Plan(context={"core": RingAttention()})
     assert dist.group.WORLD is not None
     apply_context_parallel(network, plan, Group(dist.group.WORLD), "cpu", in_ring)

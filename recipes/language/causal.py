@@ -13,20 +13,23 @@ from recipes.language.masks import Masks
 class Causal(nn.Module):
     """Scaled-dot-product attention in which no token sees a later one; the last query belongs to the last key.
 
-    grouped: several heads of queries share one head of keys and values. masks: those of all layers.
+    grouped: several heads of queries share one head of keys and values. window: a token sees so many, itself and those
+    before it; None: all. masks: those of all layers.
     """
 
-    def __init__(self, grouped: bool, masks: Masks) -> None:
+    def __init__(self, grouped: bool, window: int | None, masks: Masks) -> None:
         super().__init__()
+        self.window = window
         self._grouped, self._masks = grouped, masks
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, begins: Tensor | None = None) -> Tensor:
         """(B, heads, T, head), and (B, groups, S, head) of these T tokens and those before: (B, heads, T, head).
 
-        begins (B, 1, T, 1): the first of the S tokens that each of the T may see; None: all before it.
+        begins (B or 1, 1, T, 1): the first of the S tokens that each of the T may see, which a window needs to be told
+        as well; None: all before it.
         """
         if begins is not None:
-            return self._masks.attention(queries, keys, values, begins, grouped=self._grouped)
+            return self._masks.attention(queries, keys, values, begins, self.window, self._grouped)
         own, seen = queries.shape[2], keys.shape[2]
         # two branches: is_causal must be a bool, which `own == seen` is not where torch.export traces free sizes
         if own == seen:

@@ -1,4 +1,4 @@
-"""A decoder: the network of GPT-2, Llama and Qwen2, which differ in a few settings of one code."""
+"""A decoder: the network of GPT-2, Llama, Mistral and Qwen2, which differ in a few settings of one code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, groups: int, bias: bool, qkv_bias: bool, positions: nn.Module, masks: Masks
+        self, width: int, heads: int, groups: int, bias: bool, qkv_bias: bool, positions: nn.Module, core: Causal
     ) -> None:
         super().__init__()
         self.head_width, self.each = width // heads, heads // groups
         self.qkv = nn.Linear(width, (heads + 2 * groups) * self.head_width, bias=qkv_bias)
         self.out = nn.Linear(width, width, bias=bias)
-        self.positions, self.core = positions, Causal(self.each > 1, masks)
+        self.positions, self.core = positions, core
 
     def forward(
         self, x: Tensor, past: NoPast = ALL, places: Tensor | None = None, begins: Tensor | None = None
@@ -128,7 +128,8 @@ class Decoder(nn.Module):
     from `active` on are those of `Routing`.
 
     Under tensor parallelism the degree must divide `groups` (and `context`, where the stream is split by `sequence`).
-    length: tokens of a sample; Refusal where they are more than `context`.
+    length: tokens of a sample; Refusal where they are more than `context`. window: a token sees so many, itself and
+    those before it, in all blocks from number `window_from` on; None: all.
     """
 
     def __init__(
@@ -163,6 +164,8 @@ class Decoder(nn.Module):
         capacity: float | None = None,
         bias_rate: float | None = None,
         auxiliary: float = 0.0,
+        window: int | None = None,
+        window_from: int = 0,
     ) -> None:
         super().__init__()
         groups = heads if groups is None else groups
@@ -171,11 +174,17 @@ class Decoder(nn.Module):
         if experts is not None:
             routing.refuse()
             _refuse_dense(dense_first, depth)
+        if (window is not None and window < 1) or window_from < 0:
+            raise Refusal(
+                f"model.window={window}, model.window_from={window_from}: tokens that a token sees, itself among them,"
+                " 1 or more (null: all before it); and the first block in which it is so, 0 or more"
+            )
         if tied and loss_parallel:
             raise Refusal(
                 "model.loss_parallel=true splits the head, which a tied embedding keeps whole: model.tied=false"
             )
         self.heads, self.groups, self.context = heads, groups, context
+        self.window, self.window_from = window, window_from
         self._sequence, self._loss_parallel = sequence, loss_parallel
         self.embed = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(context, width) if rotary is None else None
@@ -183,6 +192,8 @@ class Decoder(nn.Module):
         qkv_bias, masks = bias if qkv_bias is None else qkv_bias, Masks()
         inner = inner or 4 * width
         turn = partial(_positions, width // heads, context, rotary, rotary_scaling)
+        inside = window if window is not None and window < context else None  # one that holds the whole context is none
+        cores = [Causal(heads > groups, inside if number >= window_from else None, masks) for number in range(depth)]
 
         def make_mlp(number: int) -> nn.Module:
             if experts is None or number < dense_first:
@@ -195,7 +206,7 @@ class Decoder(nn.Module):
             kind = BalancedBlock if auxiliary and experts is not None and number >= dense_first else Block
             return kind(
                 (NORMS[norm](width, eps=eps), NORMS[norm](width, eps=eps)),
-                Attention(width, heads, groups, bias, qkv_bias, turn(), masks),
+                Attention(width, heads, groups, bias, qkv_bias, turn(), cores[number]),
                 make_mlp(number),
                 dropout,
             )
@@ -224,8 +235,9 @@ class Decoder(nn.Module):
         """The same for tokens (B, T) behind others: of those each block has its own past."""
         start = pasts[0].tokens
         x = self._embedded(tokens, torch.arange(start, start + tokens.shape[1], device=tokens.device))
-        for block, past in zip(self.blocks, pasts, strict=True):
-            x = block(x, past)[0] if isinstance(block, BalancedBlock) else block(x, past)
+        for block, past, seen in zip(self.blocks, pasts, self._seen(tokens, None), strict=True):
+            x = block(x, past, **seen)
+            x = x[0] if isinstance(block, BalancedBlock) else x
         return self.head(self.norm(x))
 
     def generate(
@@ -238,18 +250,29 @@ class Decoder(nn.Module):
 
     def _hidden(self, tokens: Tensor, begins: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, T) to what the head is given (B, T, width), and the sum of the mixtures' losses (B,)."""
-        places, documents = torch.arange(0, tokens.shape[1], device=tokens.device), {}
+        places = torch.arange(0, tokens.shape[1], device=tokens.device)
         if begins is not None:
             places = places - begins  # (B, T); context ranks add where their pieces lie
-            documents = {"places": places, "begins": begins[:, None, :, None].int()}
         x, balance = self._embedded(tokens, places), None
-        for block in self.blocks:
+        for block, seen in zip(self.blocks, self._seen(tokens, begins), strict=True):
             if isinstance(block, BalancedBlock):
-                x, own = block(x, **documents)
+                x, own = block(x, **seen)
                 balance = own if balance is None else balance + own
             else:
-                x = block(x, **documents)
+                x = block(x, **seen)
         return self.norm(x), balance
+
+    def _seen(self, tokens: Tensor, begins: Tensor | None) -> list[dict[str, Tensor]]:
+        """For each block what its attention must know of documents, (B, T): nothing where it sees all before it."""
+        if begins is not None:
+            places = torch.arange(0, tokens.shape[1], device=tokens.device) - begins
+            return [{"places": places, "begins": begins[:, None, :, None].int()}] * len(self.blocks)
+        blocks: Sequence[Any] = list(self.blocks)
+        windows = [block.attention.core.window is not None for block in blocks]
+        if not any(windows):
+            return [{}] * len(self.blocks)
+        whole = {"begins": torch.zeros((1, 1, tokens.shape[1], 1), dtype=torch.int32, device=tokens.device)}
+        return [whole if window else {} for window in windows]
 
     def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
         """(B, T) to the stream (B, T, width); places: of the tokens, (T,) or (B, T)."""
@@ -288,12 +311,12 @@ class Decoder(nn.Module):
             divisible,
             ("blocks.*",),
             cuts=(f"blocks.{len(self.blocks) // 2}",),
-            context=context_plan(learned, mlps),
+            context=context_plan(learned, self.window is not None, mlps),
             counters=tuple(f"{name}.counts" for name, module in self.named_modules() if isinstance(module, Router)),
         )
 
     def translated(self, tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> Mapping[str, Tensor] | None:
-        """Weights of GPT-2, Llama or Qwen2 as transformers names them, under the names here; None: they are others."""
+        """Weights of these four families as transformers names them, under the names here; None: they are others."""
         from recipes.language.huggingface import translated
 
         return translated(self, tensors, settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -45,8 +45,11 @@ def _refuse_stacked(name: str, _: Tensor) -> tuple[Tensor, ...]:
     raise AssertionError(f"{name} is read, and never written")
 
 
-def configuration(network: Any, mixture: Mixture) -> dict[str, Any]:
-    """What config.json says of the mixture, and of the family. Refusal where neither of the two is so."""
+def configuration(network: Any, mixture: Mixture, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of the mixture, and of the family. Refusal where neither of the two is so.
+
+    rope: what it says of rotary positions.
+    """
     routing, dense = mixture.router.routing, network.blocks[0].mlp
     inner = mixture.experts.gate.shape[1]
     count = {"num_experts_per_tok": routing.active, "num_local_experts": routing.experts}
@@ -57,15 +60,15 @@ def configuration(network: Any, mixture: Mixture) -> dict[str, Any]:
             "architectures": ["MixtralForCausalLM"],
             **count,
             "intermediate_size": inner,
-            "sliding_window": None,
+            "sliding_window": network.window,
         }
-    if routing.scores != "sigmoid" or mixture.router.bias is None or mixture.shared is None:
+    if routing.scores != "sigmoid" or mixture.router.bias is None or mixture.shared is None or network.window:
         raise Refusal(
             "a mixture of experts with these settings is neither Mixtral's (scores softmax, normalised, scaling 1, no"
-            " bias_rate, shared 0, dense_first 0) nor GLM-4-MoE's (scores sigmoid, a bias_rate, shared 1 or more)"
+            " bias_rate, shared 0, dense_first 0) nor GLM-4-MoE's (scores sigmoid, a bias_rate, shared 1 or more, no"
+            " window)"
         )
     del count["num_local_experts"]
-    base = network.blocks[0].attention.positions.base
     first = sum(not isinstance(block.mlp, Mixture) for block in network.blocks)
     return {
         "model_type": "glm4_moe",
@@ -81,5 +84,5 @@ def configuration(network: Any, mixture: Mixture) -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
         "use_qk_norm": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 1.0},
+        "rope_parameters": {**rope, "partial_rotary_factor": 1.0},
     }

@@ -1,4 +1,4 @@
-"""A decoder's weights and settings as transformers has them: GPT-2, Llama, Qwen2 and mixtures, read and written.
+"""A decoder's weights and settings as transformers has them: GPT-2, Llama, Mistral, Qwen2 and mixtures; read, written.
 
 `network` is a recipes.language.decoder.Decoder, which calls this.
 """
@@ -155,7 +155,7 @@ def _plain(name: str) -> str:
 
 
 def configuration(network: Any) -> dict[str, Any]:
-    """The network's settings as transformers' config.json. Refusal where none of the three families has them."""
+    """The network's settings as transformers' config.json. Refusal where none of the families has them."""
     block: Any = network.blocks[0]
     mixture = network.blocks[-1].mlp if isinstance(network.blocks[-1].mlp, Mixture) else None
     vocabulary, width = network.embed.weight.shape
@@ -167,7 +167,8 @@ def configuration(network: Any) -> dict[str, Any]:
     kind = "SwiGLU" if mixture else type(block.mlp).__name__
     form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
     if network.position is not None:
-        if form not in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) or network.groups != network.heads:
+        known = form in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) and network.window is None
+        if not known or network.groups != network.heads:
             raise Refusal(_STRANGE)
         return {
             "model_type": "gpt2",
@@ -183,13 +184,14 @@ def configuration(network: Any) -> dict[str, Any]:
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
         }
-    if form != ("RMSNorm", "SwiGLU", False):
+    family = "Qwen2" if block.attention.qkv.bias is not None else "Llama" if network.window is None else "Mistral"
+    if form != ("RMSNorm", "SwiGLU", False) or (network.window_from and family == "Mistral"):
         raise Refusal(_STRANGE)
-    family = "Qwen2" if block.attention.qkv.bias is not None else "Llama"
     if mixture and (family == "Qwen2" or type(block.mlp).__name__ not in ("SwiGLU", "Mixture", "BalancedMixture")):
         raise Refusal(_STRANGE)
     base, scaled = block.attention.positions.base, block.attention.positions.scaling
     scaling = words_of(scaled)
+    rope = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
     return {
         "model_type": family.lower(),
         "architectures": [f"{family}ForCausalLM"],
@@ -202,20 +204,33 @@ def configuration(network: Any) -> dict[str, Any]:
         "max_position_embeddings": scaled.places(network.context),
         "rms_norm_eps": network.norm.eps,
         "hidden_act": "silu",
-        **({"use_sliding_window": False} if family == "Qwen2" else {"attention_bias": False, "mlp_bias": False}),
+        **_windows(network, family),
         # both forms: transformers 5 reads the second
         "rope_theta": base,
         **({"rope_scaling": scaling} if scaling else {}),
-        "rope_parameters": {"rope_type": "default", "rope_theta": base, **(scaling or {})},
+        "rope_parameters": rope,
         **(
-            expert_layouts.configuration(network, mixture)
+            expert_layouts.configuration(network, mixture, rope)
             if mixture
             else {"intermediate_size": block.mlp.up.out_features}
         ),
     }
 
 
+def _windows(network: Any, family: str) -> dict[str, Any]:
+    """What only this family says of windows and biases."""
+    if family == "Llama":
+        return {"attention_bias": False, "mlp_bias": False}
+    if family == "Mistral":
+        return {"sliding_window": network.window}
+    used = network.window is not None
+    return {
+        "use_sliding_window": used,
+        **({"sliding_window": network.window, "max_window_layers": network.window_from} if used else {}),
+    }
+
+
 _STRANGE = (
-    "a decoder with these settings is neither GPT-2 (norm layer, mlp gelu or gelu_tanh, bias true, groups as heads) nor"
-    " Llama or Qwen2 (rotary, norm rms, mlp swiglu, bias false)"
+    "a decoder with these settings is neither GPT-2 (norm layer, mlp gelu or gelu_tanh, bias true, groups as heads, no"
+    " window) nor Llama, Mistral (window, window_from 0) or Qwen2 (rotary, norm rms, mlp swiglu, bias false)"
 )

@@ -24,15 +24,18 @@ class Masks:
     def __reduce__(self) -> tuple[type[Masks], tuple[()]]:
         return Masks, ()
 
-    def attention(self, queries: Tensor, keys: Tensor, values: Tensor, begins: Tensor, grouped: bool) -> Tensor:
-        """(B, heads, T, head), (B, groups, S, head) twice and (B, 1, T, 1): (B, heads, T, head).
+    def attention(
+        self, queries: Tensor, keys: Tensor, values: Tensor, begins: Tensor, window: int | None, grouped: bool
+    ) -> Tensor:
+        """(B, heads, T, head), (B, groups, S, head) twice and (B or 1, 1, T, 1): (B, heads, T, head).
 
-        The last query belongs to the last key. begins: the first key that each query sees.
+        The last query belongs to the last key. begins: the first key that each query may see; window: of so many keys,
+        its own and those before it; None: of all.
         """
         if takes_flex(queries):
-            mask = self._once(block_mask, begins, keys.shape[2])
+            mask = self._once(block_mask, begins, keys.shape[2], window)
             return _flex()(queries, keys, values, block_mask=mask, enable_gqa=grouped)
-        mask = self._once(dense_mask, begins, keys.shape[2], queries.dtype)
+        mask = self._once(dense_mask, begins, keys.shape[2], window, queries.dtype)
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
 
     def _once(self, make: Any, begins: Tensor, *words: Any) -> Any:
@@ -49,30 +52,39 @@ class Masks:
 
 
 def takes_flex(queries: Tensor) -> bool:
-    """Does FlexAttention compute these? Its kernels are for CUDA, up to fp32, and heads of 16 numbers or more."""
-    return queries.is_cuda and queries.dtype != torch.float64 and queries.shape[-1] >= 16
+    """Does FlexAttention compute these? Its kernels are for CUDA, up to fp32, and heads of 16 numbers or more.
+
+    Few queries, as those of a text that grows token by token, are not worth a kernel for each length.
+    """
+    fits = queries.dtype != torch.float64 and queries.shape[-1] >= 16 and queries.shape[2] >= _BLOCK
+    return queries.is_cuda and fits
 
 
-def dense_mask(begins: Tensor, seen: int, dtype: torch.dtype) -> Tensor:
+def first_seen(begins: Tensor, seen: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """The first and the last key that each query sees: (B, 1, T, 1) and (T, 1)."""
+    last = _places(begins, seen - begins.shape[2], seen)[:, None]
+    return begins if window is None else begins.maximum(last - (window - 1)), last
+
+
+def dense_mask(begins: Tensor, seen: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """What is added to the scores of T queries, (B, 1, T, S): 0, or -∞ where a token is not seen."""
-    own = begins.shape[2]
-    keys, last = _places(begins, 0, seen), _places(begins, seen - own, seen)[:, None]  # (S,), (T, 1)
-    hidden = (keys < begins) | (keys > last)
+    (first, last), keys = first_seen(begins, seen, window), _places(begins, 0, seen)  # (S,)
+    hidden = (keys < first) | (keys > last)
     return torch.zeros(hidden.shape, dtype=dtype, device=begins.device).masked_fill_(hidden, -torch.inf)
 
 
-def block_mask(begins: Tensor, seen: int) -> Any:
+def block_mask(begins: Tensor, seen: int, window: int | None) -> Any:
     """The same for FlexAttention: which squares of queries and keys it computes, and which of them need a look inside.
 
     From the first key of each query, not from all pairs: memory is that of the squares.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    own, rows = begins.shape[2], begins[:, 0, :, 0]  # (B, T)
-    offset = seen - own
+    own, rows = begins.shape[2], first_seen(begins, seen, window)[0][:, 0, :, 0]  # (B or 1, T)
+    offset, alike = seen - own, len(rows) == 1  # are all samples alike?
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key >= rows[batch, query]) & (key <= query + offset)
+        return (key >= (rows[0, query] if alike else rows[batch, query])) & (key <= query + offset)
 
     queries, keys = -(-own // _BLOCK), -(-seen // _BLOCK)  # squares
     padded = torch.cat((rows, rows[:, -1:].expand(-1, queries * _BLOCK - own)), dim=1).unflatten(1, (queries, _BLOCK))

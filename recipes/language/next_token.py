@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,6 +16,8 @@ from recipes.language.experts import figures
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import BadData, Refusal
+
+_APART = 1e-3  # of the norm of a token's scores: what rounding does not do in fp32
 
 
 class NextToken(Task):
@@ -72,6 +75,30 @@ class NextToken(Task):
         if self.loss_chunk is None or not (network.training or type(self).metrics is Task.metrics):
             return network(tokens, *begins)
         return network.losses(tokens, targets, self._skipped, self.loss_chunk, *begins)  # type: ignore[operator]  # `check` has looked
+
+    @torch.no_grad()
+    def examine(self, network: nn.Module, inputs: Any, targets: Tensor) -> str:
+        """Does the last document of each sample score as at the beginning of one? If not, a sentence."""
+        if not self._pack:
+            return ""
+        tokens, begins = inputs
+        places, whole = torch.arange(tokens.shape[1], device=tokens.device), self.with_whole_outputs()
+        first = begins[:, -1:]  # (B, 1): where it begins
+        turned = (places + first) % len(places)  # (B, T): the last document, then all others as one
+        moved = tokens.gather(1, turned), torch.where(places < len(places) - first, 0, len(places) - first)
+        scores, other = (whole.forward(network, given, targets) for given in (inputs, moved))  # (B, T, vocabulary)
+        rows, back = torch.arange(len(first), device=places.device)[:, None], (places - first) % len(places)
+        apart = (scores - other[rows, back]).norm(dim=-1) / scores.norm(dim=-1)  # (B, T)
+        worst = apart.masked_fill(places < first, 0).amax(1)  # (B,)
+        sample = int(worst.argmax())
+        if float(worst[sample]) < _APART:
+            return ""
+        kind, at = type(network).__name__, int(first[sample])
+        return (
+            f"{kind} mixes documents: that from token {at} on of sample {sample} scores otherwise than at the beginning"
+            f" of a sample, by {float(worst[sample]):.1e} of the scores' norm. No token may see one before its"
+            " begins, and positions must count from there"
+        )
 
     def with_whole_outputs(self) -> NextToken:
         """The same without chunks."""

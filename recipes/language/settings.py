@@ -31,12 +31,14 @@ _OURS = {
     "first_k_dense_replace": "dense_first",
     "norm_topk_prob": "normalised",
     "routed_scaling_factor": "scaling",
+    **{name: name for name in ("window", "window_from")},  # as `_plain` has them
 }
 _ACTIVATIONS = {"gelu_new": "model.mlp=gelu_tanh", "gelu": "model.mlp=gelu"}
 _FAMILIES = {
     "qwen2": "model=llama model.qkv_bias=true",
     "llama": "model=llama",
     "gpt2": "model=gpt2",
+    "mistral": "model=llama",
     "mixtral": "model=mixtral",
     "glm4_moe": "model=deepseek_moe model.scores=sigmoid",
 }
@@ -53,6 +55,7 @@ _ROUTING: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": {"scores": "sigmoid", "bias_rate": 0.001},
 }
+_WINDOWS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 
 
 def refuse_others(theirs: Mapping[str, Any], own: Mapping[str, Any], head: bool) -> None:
@@ -100,6 +103,8 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
         "tied": learned,  # where it does not say so
         "groups": None,
         "inner": None,
+        "window": None,
+        "window_from": 0,
     }
     if not learned:
         form |= {"mlp": "swiglu", **_ROUTING.get(family, {})}
@@ -121,11 +126,27 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": words_of(scaling_of(scaled, "config.json")),
     }
     plain = {key: value for key, value in config.items() if value is not None and not key.startswith("rope_")}
-    if config.get("model_type") == "mixtral":
-        plain["use_sliding_window"] = "sliding_window" in plain
     if config.get("model_type") == "glm4_moe":  # there a missing word means half
         plain["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
-    return plain | (rotary if config.get("model_type") != "gpt2" else {})
+    plain = {key: value for key, value in plain.items() if key not in _WINDOWS}
+    return plain | (rotary | _windows(config) if config.get("model_type") != "gpt2" else {})
+
+
+def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How many tokens a token sees, None: all; and the first layer in which it is so. Mistral is a Llama with these."""
+    family, depth = config.get("model_type"), config.get("num_hidden_layers", 0)
+    used = {"mistral": True, "qwen2": config.get("use_sliding_window"), "mixtral": config.get("sliding_window")}.get(
+        str(family), False
+    )
+    window = config.get("sliding_window", 4096) if used else None  # what they take where the key is missing
+    first = config.get("max_window_layers", 28) if window and family == "qwen2" else 0
+    kinds = ["sliding_attention" if window and number >= first else "full_attention" for number in range(depth)]
+    if config.get("layer_types") not in (None, kinds):
+        raise Refusal(
+            "its config.json has windows in other layers than from one layer on (layer_types); model.window and"
+            " model.window_from cannot say so"
+        )
+    return {"window": window, "window_from": first, **({"model_type": "llama"} if family == "mistral" else {})}
 
 
 def _remedy(key: str, value: Any) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from recipes.language.experts import Mixture
-from trainer.parallel.context_parallel import ShiftedPlaces, WholeSequences
+from trainer.parallel.context_parallel import GatheredKeys, ShiftedPlaces, WholeSequences
 from trainer.parallel.ring_attention import RingAttention
 
 WHOLE: Any = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}  # all tokens come together
@@ -118,12 +118,15 @@ def _by_sequence(tied: bool, learned: bool) -> dict[str, ParallelStyle]:
     return plan
 
 
-def context_plan(learned: bool, mlps: Sequence[nn.Module]) -> dict[str, ParallelStyle]:
-    """What works on a stretch of each sequence: attention, what tells tokens where they are, and some routers."""
+def context_plan(learned: bool, windows: bool, mlps: Sequence[nn.Module]) -> dict[str, ParallelStyle]:
+    """What works on a stretch of each sequence: attention, what tells tokens where they are, and some routers.
+
+    With windows attention has a mask, which no ring takes.
+    """
     places = {"position": ShiftedPlaces()} if learned else {"blocks.*.attention.positions": ShiftedPlaces(1, dim=2)}
     routers = {
         f"blocks.{number}.mlp.router": WholeSequences()
         for number, mlp in enumerate(mlps)
         if isinstance(mlp, Mixture) and mlp.router.routing.by_sample
     }
-    return {"blocks.*.attention.core": RingAttention(), **places, **routers}
+    return {"blocks.*.attention.core": GatheredKeys() if windows else RingAttention(), **places, **routers}

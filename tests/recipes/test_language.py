@@ -37,7 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama, tied": LLAMA,
     "qwen2": {**LLAMA, "qkv_bias": True},
     "mixtral": {**LLAMA, "tied": False, "experts": 4},
+    "mixtral, windows": {**LLAMA, "tied": False, "experts": 4, "window": 5},
     "glm4_moe": {**LLAMA, "tied": False, "experts": 4, "expert_inner": 8, "dense_first": 1, **DEEPSEEK},
+    "qwen2, windows": {**LLAMA, "qkv_bias": True, "window": 5, "window_from": 1},
+    "mistral": {**LLAMA, "tied": False, "window": 5},
 }
 
 
@@ -85,12 +88,12 @@ def test_settings_of_a_folder_of_experts_make_its_network(family: str, tmp_path:
     torch.testing.assert_close(again.eval()(tokens), own(tokens), rtol=0, atol=0)
     with pytest.raises(Refusal, match=r"num_experts_per_tok 2, here 1 \(model\.active=2\)"):
         Decoder(**{**words, "context": 16, "active": 1}).translated(load_file(tmp_path / "model.safetensors"), config)
-    with pytest.raises(Refusal, match="sliding_window|use_qk_norm"):
-        more = {"sliding_window": 8} if family == "mixtral" else {"use_qk_norm": True}
+    more: dict[str, Any] = {"sliding_window": 8} if family == "mixtral" else {"use_qk_norm": True}
+    with pytest.raises(Refusal, match=r"window 8|use_qk_norm"):
         again.translated(load_file(tmp_path / "model.safetensors"), {**config, **more})
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen2, windows"])
 def test_what_is_kept_of_tokens_that_went_by_changes_no_score(family: str) -> None:
     own = filled(Decoder(**SIZES, **FAMILIES[family]))
     prompt = torch.randint(256, (2, 5))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -81,7 +83,7 @@ def documents(begins: Tensor) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2, windows"])
 def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: int | None) -> None:
     own = filled(Decoder(**SIZES, **FAMILIES[family])).double().train()
     data = SyntheticTokens(size=6, evaluation_size=0, length=16, vocab_size=256, pack=True)
@@ -106,18 +108,39 @@ def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: i
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("own", "seen"), [(300, 300), (128, 384), (100, 700), (256, 256), (1, 50)])
-def test_the_blocks_of_flex_attention_are_the_dense_mask(own: int, seen: int) -> None:
+@pytest.mark.parametrize("window", [None, 40, 200])
+@pytest.mark.parametrize("samples", [1, 3])  # of which masks are made; 1: all are alike
+@pytest.mark.parametrize(("own", "seen"), [(300, 300), (128, 384), (100, 700), (1, 50)])
+def test_the_blocks_of_flex_attention_are_the_dense_mask(own: int, seen: int, samples: int, window: int | None) -> None:
     torch.manual_seed(own)
-    new = torch.rand(3, seen) < 1 / 60
+    new = torch.rand(samples, seen) < 1 / 60
     begins = torch.where(new, torch.arange(seen), 0).cummax(1).values[:, None, seen - own :, None].int()
     queries, (keys, values) = torch.randn(3, 4, own, 16), torch.randn(2, 3, 2, seen, 16)
-    squares = block_mask(begins, seen)
+    squares = block_mask(begins, seen, window)
     with torch.no_grad():
         blocks = flex_attention(queries, keys, values, block_mask=squares, enable_gqa=True)
-    torch.testing.assert_close(blocks, Masks().attention(queries, keys, values, begins, grouped=True))
+    torch.testing.assert_close(blocks, Masks().attention(queries, keys, values, begins, window, grouped=True))
     if seen == 700:
         assert squares.sparsity() > 60  # percent of squares that nobody computes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "own", "seen"), [(torch.float32, 300, 700), (torch.bfloat16, 512, 512)])
+def test_flex_attention_of_a_gpu_is_that_of_the_dense_mask(dtype: torch.dtype, own: int, seen: int) -> None:
+    begins = torch.where(torch.rand(3, seen) < 1 / 60, torch.arange(seen), 0).cummax(1).values
+    begins = begins[:, None, seen - own :, None].int().cuda()
+    given = [
+        torch.randn(3, heads, count, 64, device="cuda", dtype=dtype) for heads, count in ((8, own), *[(2, seen)] * 2)
+    ]
+    results = []
+    for flex in (True, False):
+        queries, keys, values = (x.clone().requires_grad_() for x in given)
+        assert masks.takes_flex(queries)
+        with patch.object(masks, "takes_flex", lambda _, flex=flex: flex):
+            out = Masks().attention(queries, keys, values, begins, 200, grouped=True)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), (queries, keys, values))])
+    for one, other in zip(*results, strict=True):
+        assert float((one - other).detach().norm() / other.detach().norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_one_mask_is_made_for_all_blocks_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +178,49 @@ def test_packed_documents_are_resumed_to_the_bit_under_any_strategy(processes: P
     exported = torch.export.load(place / "alone" / "export" / "model.pt2").module()
     inputs, _ = Tokens(str(corpus), 16, pack=True).train().batch(torch.arange(3))
     assert exported(*inputs).shape == (3, 16, 257)
+
+
+class Mixing(Decoder):
+    """Every token sees all before it, whatever its document."""
+
+    def _seen(self, tokens: Tensor, begins: Tensor | None) -> list[dict[str, Tensor]]:
+        return [seen | {"begins": 0 * seen["begins"]} for seen in super()._seen(tokens, begins)]
+
+
+class Counting(Decoder):
+    """Positions count from the beginning of the sample."""
+
+    def _embedded(self, tokens: Tensor, places: Tensor) -> Tensor:
+        return super()._embedded(tokens, torch.arange(tokens.shape[1]))
+
+
+@pytest.mark.parametrize("network", [Decoder, Mixing, Counting])
+def test_a_network_that_mixes_documents_is_found_by_verify(network: type[Decoder]) -> None:
+    own = filled(network(**SIZES))
+    inputs, targets = SyntheticTokens(6, 0, 16, 256, pack=True).train().batch(torch.arange(6))
+    said = NextToken(ignored=-100, pack=True).examine(own, inputs, targets)
+    assert bool(said) == (network is not Decoder)
+    assert not said or re.match(
+        rf"{network.__name__} mixes documents: that from token \d+ on of sample \d scores", said
+    )
+
+
+LEAKING = """_target_: tests.recipes.test_packing.Mixing
+vocab_size: 257
+context: 16
+width: 16
+depth: 1
+heads: 2
+"""
+
+
+@pytest.mark.long
+def test_verify_refuses_a_network_that_mixes_documents_under_every_strategy(corpus: Path) -> None:
+    (corpus.parent / "conf" / "model").mkdir(parents=True)
+    (corpus.parent / "conf" / "model" / "leaking.yaml").write_text(LEAKING)
+    words = ["--config-dir", "conf", "trust=[tests]", *PACKED[:4], "task=language", "model=leaking", "job=verify"]
+    with pytest.raises(Refusal, match=r"job=verify: Mixing mixes documents"):
+        product(Launch(), corpus.parent, [*words, "strategy=single", "loop.global_batch=4", "run.dir=run"])
 
 
 class Blind(nn.Module):

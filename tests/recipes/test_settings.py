@@ -40,6 +40,19 @@ SHARP = {**YARN, "beta_fast": 2.0, "beta_slow": 0.01, "mscale": 0.7, "mscale_all
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.5}
 
 
+def test_windows_in_every_other_layer_are_refused(tmp_path: Path) -> None:
+    Decoder(**QWEN2, window=5, window_from=1).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert Decoder.settings_of(tmp_path, None)["window"] == 5
+    assert Decoder.settings_of(tmp_path, None)["window_from"] == 1
+    file.write_text(json.dumps(config | {"layer_types": ["sliding_attention", "full_attention"]}))
+    with pytest.raises(Refusal, match=r"windows in other layers than from one layer on \(layer_types\)"):
+        Decoder.settings_of(tmp_path, None)
+    with pytest.raises(Refusal, match=r"model\.window=0, model\.window_from=0: tokens that a token sees"):
+        Decoder(**QWEN2, window=0)
+
+
 def begun(network: Decoder, folder: Path) -> list[str]:
     initial = InitialWeights(str(folder), "-loss")
     initial.find(network)
@@ -66,8 +79,9 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"eps": 1e-6}, {}, r"rms_norm_eps 1e-05, here 1e-06 \(model\.eps=1e-05\)"),
     (LLAMA, {"tied": False}, {"tie_word_embeddings": True, "attention_bias": True}, "attention_bias True, here False"),
     (QWEN2, {"qkv_bias": None}, {}, r"model_type qwen2, here llama \(model=llama model\.qkv_bias=true\)"),
-    (QWEN2, {}, {"use_sliding_window": True}, "use_sliding_window True"),
-    (LLAMA, {}, {"model_type": "mistral"}, "model_type mistral, here llama"),
+    (QWEN2, {}, {"use_sliding_window": True}, r"window 4096, here None \(model\.window=4096\); window_from 28, here 0"),
+    (LLAMA, {}, {"model_type": "mistral", "sliding_window": 7}, r"window 7, here None \(model\.window=7\)"),
+    (LLAMA, {"window": 5}, {}, r"window None, here 5 \(model\.window=null\)"),
     (GPT2, {"depth": 1}, {}, r"n_layer 2, here 1 \(model\.depth=2\)"),
     (GPT2, {"heads": 2}, {}, r"\(model\.heads=4\)"),
     (GPT2, {"mlp": "gelu"}, {}, r"activation_function gelu_new, here gelu \(model\.mlp=gelu_tanh\)"),

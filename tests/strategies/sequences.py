@@ -33,8 +33,8 @@ def decoder(words: str) -> Decoder:
     """A small decoder in the manner of GPT, or of Llama where the words say so, with what else they say."""
     chosen = next((settings for kind, settings in KINDS.items() if words.startswith(kind)), {})
     asked = {word: word in words for word in ("tied", "sequence", "loss_parallel")}
-    drops = 0.3 if "dropout" in words else 0.0
-    return Decoder(VOCABULARY, LENGTH, width=16, depth=2, heads=4, dropout=drops, **chosen, **asked)  # type: ignore[arg-type]  # mypy takes all of them for one kind
+    drops, window = 0.3 if "dropout" in words else 0.0, 3 if "window" in words else None
+    return Decoder(VOCABULARY, LENGTH, width=16, depth=2, heads=4, dropout=drops, window=window, **chosen, **asked)  # type: ignore[arg-type]  # mypy takes all of them for one kind
 
 
 class Look(nn.Module):
@@ -229,7 +229,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     words: partial(decoder, words)
     for kind in ("gpt", *KINDS)
     for more in ("", " tied", " sequence", " tied sequence", " loss_parallel", " sequence loss_parallel")
-    for words in (f"{kind}{more}", f"{kind}{more} dropout")
+    for words in (f"{kind}{more}", f"{kind}{more} dropout", f"{kind} window{more}")
 }
 NETWORKS["looking"] = Looking
 NETWORKS["attending"] = partial(Attending, lambda: {"core": GatheredKeys(), **PLACES})

@@ -106,6 +106,8 @@ QUICK_PACKED = [
     ("llama", "cp on 2"),
     ("gpt tied", "ddp_cp on 4, dropout"),
 ]
+# a token sees three tokens: with and without documents
+WINDOWS = [(kind, plan) for kind in ("gpt window", "llama window") for plan in PACKED_PLANS]
 MORE = [(1, "weighted"), (2, "plain")]  # micro-batches, the task
 everywhere = pytest.mark.parametrize("where", SPREAD)
 AGAIN = (
@@ -188,6 +190,11 @@ def test_every_plan_of_a_decoder_keeps_the_contract(train: Any, kind: str, plan:
 @pytest.mark.parametrize(("kind", "plan"), quickly(PACKED, *QUICK_PACKED))
 def test_every_plan_of_a_decoder_keeps_the_contract_with_packed_documents(train: Any, kind: str, plan: str) -> None:
     keeps_the_contract(train, kind, plan, "packed")
+
+
+@pytest.mark.parametrize(("kind", "plan"), quickly(WINDOWS, ("gpt window", "cp on 2"), ("llama window", "pp on 2")))
+def test_every_plan_of_a_decoder_keeps_the_contract_with_windows(train: Any, kind: str, plan: str) -> None:
+    keeps_the_contract(train, kind, plan, "packed" if "llama" in kind else "next")
 
 
 def keeps_the_contract(train: Any, kind: str, plan: str, task: str) -> None:

@@ -128,7 +128,8 @@ class RangeTest(Job):
         else:
             lines += [
                 f"steepest    at optimizer.lr={curve.rate(rates_at.steepest):.2g}",
-                f"lowest      {format_number(smoothed[rates_at.lowest])} at optimizer.lr={curve.rate(rates_at.lowest):.2g}",
+                f"lowest      {format_number(smoothed[rates_at.lowest])} at"
+                f" optimizer.lr={curve.rate(rates_at.lowest):.2g}",
                 f"suggestion  optimizer.lr={rate:g}, in the middle of the last tenth of the fall; to train with it:",
                 f"  {training_command(run, rate)}",
             ]

@@ -29,6 +29,13 @@ class Task:
     def check(self, network: nn.Module) -> None:
         """Refuse a network that this task cannot train, before there is a group: raise Refusal. Default: none."""
 
+    def examine(self, network: nn.Module, inputs: Any, targets: Any) -> str:
+        """What is wrong with a network on one process, for `job=verify`: a sentence; default: empty, nothing.
+
+        For what is wrong under every strategy alike, which no comparison shows. The network is in evaluation mode.
+        """
+        return ""
+
     def with_whole_outputs(self) -> Task:
         """The same task where outputs are kept (job=predict, job=export), and the loss is not all that counts.
 

@@ -28,6 +28,7 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Interval, Trigger
 from trainer.loop.evaluation import evaluate_batches
 from trainer.loop.progress import Progress
+from trainer.messages import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.mirror import NoMirror
 from trainer.records.checkpoint.store import remove_checkpoint
@@ -197,6 +198,10 @@ def detect_sample_layouts(run: PreparedRun) -> Any:
         batches = [batch._replace(span=range(0, batch_size, each.ranks)) for batch in next(iter(loader.epoch(0)))]
         with detector.listening(batches):
             model.forward_backward(batches, 0)
+    # what is wrong under every strategy alike no comparison shows: so the task itself may ask the network
+    batch = next(iter(loaders[0].epoch(0)))[0]
+    if problem := run.task.examine(model.network.eval(), batch.inputs, batch.targets):
+        raise Refusal(f"job=verify: {problem}")
     return detector.layouts()
 
 
