@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from recipes.language.past import NoPast
 from recipes.language.rotary import NoRotary, Rotary
 from recipes.language.rotary_scaling import scaling_of
 from recipes.language.token_losses import Head
+from recipes.text.lora import adapt, merge
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, did_you_mean
 
@@ -166,6 +167,9 @@ class Decoder(nn.Module):
         auxiliary: float = 0.0,
         window: int | None = None,
         window_from: int = 0,
+        lora: int | None = None,
+        lora_alpha: float = 16.0,
+        lora_layers: Sequence[str] = (),
     ) -> None:
         super().__init__()
         groups = heads if groups is None else groups
@@ -217,6 +221,9 @@ class Decoder(nn.Module):
         self._initialise()
         if tied:
             self.head.weight = self.embed.weight
+        if lora is not None:
+            self.requires_grad_(False)
+            adapt(self.blocks, lora, lora_alpha, lora_layers)
 
     def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Any:
         """Token numbers (B, T) to scores (B, T, vocab_size); with a loss that balances experts, see `_output`.
@@ -299,6 +306,7 @@ class Decoder(nn.Module):
         Context ranks gather keys and values, and know where their tokens are.
         """
         from recipes.language.splits import context_plan, tensor_plan
+        from recipes.text.lora_splits import with_adapters
 
         divisible = {"groups": self.groups, **({"context": self.context} if self._sequence else {})}
         for module in self.modules():
@@ -307,7 +315,7 @@ class Decoder(nn.Module):
         learned, tied = self.position is not None, self.head.weight is self.embed.weight
         mlps: list[Any] = [block.mlp for block in self.blocks]
         return Plan(
-            tensor_plan(mlps, tied, learned, self._sequence, self._loss_parallel),
+            with_adapters(tensor_plan(mlps, tied, learned, self._sequence, self._loss_parallel)),
             divisible,
             ("blocks.*",),
             cuts=(f"blocks.{len(self.blocks) // 2}",),
@@ -327,6 +335,11 @@ class Decoder(nn.Module):
         from recipes.language.settings import settings_of
 
         return settings_of(folder, vocab_size)
+
+    def merged(self) -> Self:
+        """The same function without adapters, in place: what is exported."""
+        merge(self)
+        return self
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the network as a folder that transformers reads."""

@@ -124,7 +124,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def counted(self) -> None:
         """After a step, with the counts of the whole global batch: whoever had too much is chosen less, and so on."""
-        if self.bias is not None and self.routing.bias_rate:
+        if self.bias is not None and self.routing.bias_rate and self.weight.requires_grad:  # a frozen one stays
             load = self.counts[:-1].to(self.bias.dtype)
             self.bias += self.routing.bias_rate * (load.mean() - load).sign()
 

@@ -18,6 +18,7 @@ from recipes.language.experts import Mixture
 from recipes.language.pairs import Pair, same
 from recipes.language.rotary_scaling import words_of
 from recipes.language.settings import refuse_others
+from recipes.text.lora import OWN
 from trainer.messages import Refusal
 
 # What Llama and GPT-2 call the layers of a block, of which one of ours is one of theirs.
@@ -94,6 +95,8 @@ def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
     outer = {"embed": "model.embed_tokens", "norm": "model.norm"} if llama else _OUTER_GPT2
     for name in network.state_dict(keep_vars=True):
         layer, _, kind = name.rpartition(".")
+        if kind in OWN:
+            continue  # an adapter, which is merged before it is written
         if layer == "head":
             yield name, same("lm_head.weight")
         elif not layer.startswith("blocks."):

@@ -19,16 +19,22 @@ from trainer.messages import Refusal
 OWN = ("lora_a", "lora_b")  # the names of an adapter's parameters
 
 
+def combined(module: Adapted, output: Tensor, x: Tensor) -> Tensor:
+    """What a layer answers (…, out), given its own output and what it was asked."""
+    return output + module.scale * linear(linear(x, module.lora_a), module.lora_b)
+
+
 class Adapted(nn.Module):
     """What a layer becomes that has an adapter: to what it answers, a product of two thin matrices is added."""
 
     lora_a: nn.Parameter  # (rank, in)
     lora_b: nn.Parameter  # (out, rank)
     scale: float
+    combine = staticmethod(combined)  # of a layer that is split over ranks another one
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) to (…, out)."""
-        return super().forward(x) + self.scale * linear(linear(x, self.lora_a), self.lora_b)
+        return self.combine(self, super().forward(x), x)
 
 
 def adapt(network: nn.Module, rank: int, alpha: float, layers: Sequence[str]) -> None:
@@ -68,10 +74,9 @@ def merge(network: nn.Module) -> None:
 
 
 def _turned(module: nn.Module) -> bool | None:
-    """Does a linear layer keep its weight as (in, out), as GPT-2's do? None: it is no linear layer."""
-    from transformers.pytorch_utils import Conv1D
-
-    return None if not isinstance(module, (nn.Linear, Conv1D)) else isinstance(module, Conv1D)
+    """Does a linear layer keep its weight as (in, out), as GPT-2's of transformers do? None: it is no linear layer."""
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}  # it need not be installed
+    return False if isinstance(module, nn.Linear) else True if "transformers.pytorch_utils.Conv1D" in kinds else None
 
 
 def _means(patterns: Sequence[str], name: str) -> bool:

@@ -293,7 +293,9 @@ def _weights(run: RunParts, checkpoint: Path, average: bool, folder: Path, name:
     outline, _ = build_meta_model(partial(seeded_network, run))
     # every name has its values: load_state_dict wants those of tied weights, too
     kind, values = type(outline).__name__, outline.state_dict()
-    if not is_meta_model(outline) or hasattr(outline, "merged"):  # what is to be written needs the network's values
+    merged: Any = getattr(outline, "merged", None)
+    merges = callable(merged) and {*merged().state_dict()} != {*values}
+    if not is_meta_model(outline) or merges:  # what is to be written needs the network's values
         del outline, values
         network = load_network(run, checkpoint, average)
         values = network.state_dict()

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from typing_extensions import override
 
 from trainer.data.nested_tensors import map_tensors
+from trainer.learning.freezing import frozen_names
 from trainer.learning.optimizer import Groups, Make, needs_whole_matrices
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
@@ -72,7 +73,10 @@ class ShardedModel(ParallelModel):
         """Split the layers that the plan names over the tensor ranks, if there are any, and their random numbers."""
         if self._tensor_ranks.size > 1:
             # in place: DTensors, as yet without values
+            frozen = frozen_names(network)
             parallelize_module(network, self.strategy.mesh["tensor"], dict(plan.tensor))
+            for name in frozen:  # torch's SequenceParallel makes new parameters, which learn
+                network.get_parameter(name).requires_grad_(False)
             self.rng.follow_plan(network, plan, self._tensor_ranks)
 
     @override
