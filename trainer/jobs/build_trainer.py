@@ -18,6 +18,7 @@ from trainer.jobs.goodput_report import write_status
 from trainer.jobs.plan_comparison import PlanComparison
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
+from trainer.learning.freezing import frozen_names
 from trainer.learning.intervals import Trigger
 from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fused
 from trainer.loop.loss_spikes import SPIKE_POLICIES
@@ -75,7 +76,13 @@ def make_trainer(
     # the samples of this data rank, in micro-batches
     options, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
     train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, options)
+    something_frozen = bool(frozen_names(run.network))  # on every rank the same: it is not divided yet
     model, optimizer = build_model(run, train_loader.example(), log)
+    if something_frozen:
+        frozen = frozen_names(model.network)
+        weights = {name: tensor for name, tensor in model.network.state_dict().items() if name in frozen}
+        is_main = run.machine.launch.is_main
+        checkpoints.begin_with(None if settings.checkpoint.whole or not is_main else run.initial.base(), weights)
     comparison.begin(model.network)
     evaluation = make_evaluation(run)
     return Trainer(

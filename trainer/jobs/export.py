@@ -36,6 +36,8 @@ from trainer.learning.task import Task
 from trainer.messages import Refusal, expand_home
 from trainer.parallel.meta_model import build_meta_model, is_meta_model
 from trainer.parallel.optimizer_state import refuse_checkpoint_shapes
+from trainer.records.checkpoint.base_weights import BASE_KEY
+from trainer.records.checkpoint.manifest import read_manifest, read_state
 from trainer.records.weight_files import write_weight_files
 from trainer.records.weight_sources import open_checkpoint_weights
 
@@ -295,7 +297,8 @@ def _weights(run: RunParts, checkpoint: Path, average: bool, folder: Path, name:
     kind, values = type(outline).__name__, outline.state_dict()
     merged: Any = getattr(outline, "merged", None)
     merges = callable(merged) and {*merged().state_dict()} != {*values}
-    if not is_meta_model(outline) or merges:  # what is to be written needs the network's values
+    elsewhere = BASE_KEY in read_state(read_manifest(checkpoint))
+    if not is_meta_model(outline) or merges or elsewhere:  # what is to be written needs the network's values
         del outline, values
         network = load_network(run, checkpoint, average)
         values = network.state_dict()

@@ -87,7 +87,7 @@ class Fit(Job):
             # the folder's own files change only now, when it is sure that there is something to go on from
             record_start(run, start, decision.changed, log)
             # values after the checkpoint was found: a network that is read back is not built first
-            build_weights_on_main(run, resuming=start is not None)
+            build_weights_on_main(run, start)
             trainer = make_trainer(run, checkpoints, log, stop, progress, comparison)
             done = trainer.fit(start)
             return record_end(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from torch import nn
 
 from trainer.launch.safe_files import resolve_links
+from trainer.learning.freezing import frozen_names
 from trainer.messages import Refusal, expand_home, format_count, format_names
 from trainer.parallel.meta_model import named_state
-from trainer.records.weight_sources import WeightSource, open_weights
+from trainer.records.checkpoint.base_weights import BaseWeights, base_of
+from trainer.records.weight_sources import CheckpointWeights, WeightSource, open_weights
 
 _SHOWN = 4  # names of a kind in a line
 
@@ -29,6 +32,44 @@ class InitialWeights:
         self._source, self._best = source, best
         self._names: dict[str, str] = {}  # a name in the network → the name of the same tensor in the file
         self._weights: WeightSource | None = None
+        self._path = Path()  # what lies there,
+        self._files: Sequence[Path] = ()  # in these files
+        self._found: dict[str, Sequence[int]] = {}  # what is saved of the network and was found: name → shape
+        self._frozen: set[str] = set()  # what nothing trains
+        self._under: InitialWeights | None = None  # of a checkpoint of adapters: what gives the rest
+        self._base: BaseWeights | None = None
+
+    @classmethod
+    def under(cls, base: BaseWeights, network: nn.Module, source: str | None = None) -> Self:
+        """The frozen weights that a checkpoint does not hold, found and compared. Refusal where they are not the same.
+
+        source: where they lie now, if they are no longer where they were.
+        """
+        weights = cls(str(base.path) if base.path.exists() or source is None else source, "")
+        try:
+            weights.find(network)
+            base.check(weights._path, weights._files)
+        except Refusal as refusal:
+            why = f"the checkpoint has no frozen weights, which began as {base.path} and lie there"
+            raise Refusal(f"{why}: {refusal}; init_from=PATH says where the same lie now") from refusal
+        if missing := [name for name in base.shapes if name not in weights._found]:
+            raise Refusal(f"the frozen weights in {weights._path} do not give {format_names(missing, _SHOWN)} any more")
+        weights._base = replace(base, path=weights._path)
+        weights.lines = [
+            f"weights     {len(base.shapes)} frozen tensors from {weights._path}; the checkpoint has the rest"
+        ]
+        return weights
+
+    def base(self) -> BaseWeights | None:
+        """What a checkpoint need not hold, after `find`: files are read for it. None where something else is frozen.
+
+        A run's checkpoints come and go, so what began with one of them keeps its own copy.
+        """
+        if self._base is None and self._under is not None:
+            return self._under.base()
+        if self._base is None and self._files and self._frozen and self._frozen <= self._found.keys():
+            self._base = BaseWeights.hashed(self._path, self._files, {name: self._found[name] for name in self._frozen})
+        return self._base
 
     def find(self, network: nn.Module) -> None:
         """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline."""
@@ -39,6 +80,8 @@ class InitialWeights:
             # open the file, take its names from another library to ours, then compare
             self._weights = weights = _translate(open_weights(_locate(self._source, network), self._best), network)
             self._compare(weights, network)
+            if isinstance(weights, CheckpointWeights) and (base := base_of(weights.checkpoint.state)):
+                self._under = InitialWeights.under(base, network)
         except Refusal as refusal:
             raise Refusal(f"init_from={self._source}: {refusal}") from refusal
 
@@ -47,6 +90,8 @@ class InitialWeights:
         if self._weights is None:
             return
         tensors = dict(named_state(network))
+        if self._under is not None:
+            self._under.load_into(network)
         self._weights.load_into({stored_name: tensors[name] for name, stored_name in self._names.items()})
         self._weights = None  # files may be large
 
@@ -65,6 +110,9 @@ class InitialWeights:
         replaced = [f"{name} {tuple(shapes[name])} → {tuple(expected[name].shape)}" for name in misshapen]
         # a count that only older files lack, and that torch's BatchNorm does without
         missing = [name for name in lacking if name not in stored_names and not name.endswith("num_batches_tracked")]
+        self._path, self._files = weights.path.absolute(), weights.files
+        self._found = {name: expected[name].shape for name in sorted(saved_names) if expected[name] in loaded}
+        self._frozen = frozen_names(network) & saved_names
         if not self._names:
             raise Refusal(_explain_no_match(weights.path, stored_names, network, replaced))
         # in the file alone: usually the head of another task

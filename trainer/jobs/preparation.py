@@ -33,6 +33,9 @@ from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_me
 from trainer.messages import Refusal
 from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
+from trainer.parallel.ranks import all_or_none
+from trainer.records.checkpoint.base_weights import base_of
+from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.checkpoint.remote_copies import refuse_unknown_url
 from trainer.records.profiler import refuse_profile_window
 from trainer.records.sinks import implements
@@ -154,19 +157,29 @@ def seeded_network(run: RunParts) -> nn.Module:
     return freeze(run.make_network(), run.settings.model.freeze)
 
 
-def build_weights_on_main(run: PreparedRun, resuming: bool) -> None:
-    """Where the network has no values the main rank builds them, to send them to all; some come from `init_from`.
+def build_weights_on_main(run: PreparedRun, start: CheckpointInfo | None) -> None:
+    """Collective: where the network has no values the main rank builds them, to send them to all.
 
-    Not where a checkpoint or a file will give them all: nobody builds what is overwritten.
+    Some come from `init_from`. Not where a checkpoint or a file will give them all: nobody builds what is overwritten.
     """
-    if not run.machine.launch.is_main:
-        return
-    # memory without values, which the file will fill
-    if is_meta_model(run.network) and run.initial.is_complete:
-        allocate_empty(run.network, torch.device("cpu"), torch.device("cpu"))
-    elif is_meta_model(run.network) and not (resuming and all_in_state_dict(run.network)):
-        run.network = seeded_network(run)
-    run.initial.load_into(run.network)  # nothing, in a run that goes on from a checkpoint
+    base = base_of(start.state) if start else None
+
+    def build() -> None:
+        if base is not None:
+            run.initial = InitialWeights.under(base, run.network, run.settings.init_from)
+        # memory without values, which the file will fill, and the checkpoint
+        stored = start is not None and all_in_state_dict(run.network)
+        if is_meta_model(run.network) and (run.initial.is_complete or (base and stored)):
+            allocate_empty(run.network, torch.device("cpu"), torch.device("cpu"))
+        elif is_meta_model(run.network) and not stored:
+            run.network = seeded_network(run)
+        run.initial.load_into(run.network)  # nothing, in a run that goes on from a checkpoint that holds all
+
+    if base is not None:
+        # all ranks: is what the checkpoint does not hold still there?
+        all_or_none(run.strategy.world, build if run.machine.launch.is_main else lambda: None, Refusal)
+    elif run.machine.launch.is_main:
+        build()
 
 
 def small_example(run: RunParts, training: Any) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from trainer.loop.trainer import Trainer
 from trainer.messages import format_count, format_names, format_number
 from trainer.parallel.batch_norm import local_batch_norms
 from trainer.parallel.optimizer_state import EMA_PREFIX
+from trainer.records.checkpoint.base_weights import base_of
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.checkpoint.store import list_complete, select_best
@@ -69,9 +70,16 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
         ],
         *slice_notes(run),
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
-        *(["note        init_from is ignored, because the run resumes"] if start and run.settings.init_from else []),
+        *([f"note        {_initial_note(start)}"] if start and run.settings.init_from else []),
         *average_notes(run.settings.ema.decay, start),
     ]
+
+
+def _initial_note(start: CheckpointInfo) -> str:
+    """What init_from still is for in a run that resumes."""
+    if base := base_of(start.state):
+        return f"the run resumes; its {len(base.shapes)} frozen tensors are read from {base.path}, as at first"
+    return "init_from is ignored, because the run resumes"
 
 
 def slice_notes(run: PreparedRun) -> list[str]:

@@ -22,6 +22,7 @@ from trainer.data.loader import EvalLoader
 from trainer.data.rng import seed_all
 from trainer.data.sampler import RankSampler, dataset_size
 from trainer.jobs.batch_sizes import evaluation_batch_size
+from trainer.jobs.initial_weights import InitialWeights
 from trainer.jobs.preparation import prepare_network, prepare_process, read_data_sets, seeded_network
 from trainer.jobs.resume_decision import trained_class_names
 from trainer.jobs.run_parts import RunParts
@@ -36,6 +37,7 @@ from trainer.messages import Refusal
 from trainer.parallel.meta_model import all_in_state_dict, is_meta_model
 from trainer.parallel.optimizer_state import refuse_checkpoint_shapes
 from trainer.parallel.ranks import all_or_none
+from trainer.records.checkpoint.base_weights import BaseWeights, base_of
 from trainer.records.checkpoint.manifest import RESUME_KEYS, CheckpointInfo, CorruptCheckpoint, Manifest, read_state
 from trainer.records.checkpoint.store import describe_damage, list_complete, open_checkpoint, select_best
 from trainer.records.weight_sources import open_checkpoint_weights
@@ -92,14 +94,33 @@ def load_run(
     # watched as an evaluation in training is; batches stand for steps
     with stop, make_watchdog(launch, folder, stop, lambda: strategy.pulse(strategy.watch.phases_done)), strategy:
         loader = make_eval_loader(run, samples)
-        if launch.is_main and is_meta_model(network) and not all_in_state_dict(network):
-            network = seeded_network(run)  # some of its values are in no checkpoint
+        network, base = _with_outer_values(run, network, which)
         model = strategy.build(run.task, network, loader.example())
         # the average as well: its metrics are the run's own, and it may be what was asked for
         model.keep_average(run.settings.ema.decay, run.settings.ema.every)
         checkpoint = load_weights(run, model, which)
+        if base_of(checkpoint.state) != base:
+            raise Refusal(
+                f"{checkpoint.path.name} has come meanwhile, and its frozen weights lie elsewhere; start the job again"
+            )
         yield LoadedRun(model, samples, loader, checkpoint, folder, stop, classes)
     _remove_status(launch, folder)
+
+
+def _with_outer_values(run: RunParts, network: nn.Module, which: Which) -> tuple[nn.Module, BaseWeights | None]:
+    """Collective: the network, on the main rank with all values that no checkpoint holds; where frozen ones lie."""
+    is_main = run.machine.launch.is_main
+
+    def fill() -> tuple[nn.Module, BaseWeights | None]:
+        base = base_of(_read_selected_state(run, which)) if is_main else None
+        inside = base is None and all_in_state_dict(network)
+        filled = seeded_network(run) if is_main and is_meta_model(network) and not inside else network
+        if base is not None:
+            InitialWeights.under(base, filled, run.settings.init_from).load_into(filled)
+        return filled, base
+
+    filled, base = all_or_none(run.strategy.world, fill, Refusal)
+    return filled, run.strategy.world.broadcast_value(base)  # all ranks; a path, and a hash of each file
 
 
 def _remove_status(launch: Launch, folder: Path) -> None:
@@ -179,10 +200,15 @@ def select_checkpoint(run: RunParts, which: Which) -> Manifest:
 
 def checkpoint_class_names(run: RunParts, which: Which) -> list[str]:
     """The names of the classes that this checkpoint was trained with; none where it does not say them."""
+    return trained_class_names(_read_selected_state(run, which))
+
+
+def _read_selected_state(run: RunParts, which: Which) -> dict[str, Any]:
+    """What this checkpoint's state.json says."""
     for left in reversed(range(_TRIES)):
         manifest = select_checkpoint(run, which)
         try:
-            return trained_class_names(read_state(manifest))
+            return read_state(manifest)
         except CorruptCheckpoint as error:
             if manifest.path.exists() or not left:
                 raise Refusal(str(error)) from None
@@ -230,6 +256,8 @@ def load_network(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
     # verified byte by byte; nothing is matched by guesses here, every name and shape must be the network's own
     weights = open_checkpoint_weights(checkpoint, average=average)
     refuse_checkpoint_shapes({name: value.shape for name, value in values.items()}, weights.tensors)
+    if base := base_of(weights.checkpoint.state):
+        InitialWeights.under(base, network, run.settings.init_from).load_into(network)
     weights.load_into(values)
     merged = getattr(network, "merged", None)
     return (merged() if callable(merged) else network).eval()

@@ -220,6 +220,13 @@ Texts = Annotated[
     list[str],
     exactly(lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of texts"),
 ]
+Shape = Annotated[
+    list[int],
+    exactly(
+        lambda value: isinstance(value, list) and all(type(size) is int and 0 <= size <= _WHOLE for size in value),
+        "a list of whole numbers",
+    ),
+]
 Tree = Annotated[Mapping[str, Any], exactly(lambda value: isinstance(value, Mapping), "a mapping")]
 
 # ------------------------------------------------------------------------------------------ the files in a run's folder

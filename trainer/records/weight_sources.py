@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class WeightSource:
     tensors: Mapping[str, Tensor]
     why: str = ""  # why these, where there were others
     settings: Mapping[str, Any] = field(default_factory=dict)  # what the config.json of their folder says
+    files: Sequence[Path] = ()  # that hold them; of a checkpoint none are named
 
     @torch.no_grad()
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
@@ -86,8 +87,10 @@ def open_weights(path: Path, best: str) -> WeightSource:
         if is_checkpoint(path):
             return open_checkpoint_weights(path)
         if path.is_dir():
-            return WeightSource(path, _load_folder(path), settings=_read_settings(path / "config.json"))
-        return WeightSource(path, _load_file(path))
+            files = _find_files(path)
+            tensors = {name: tensor for file in files for name, tensor in _load_file(file).items()}
+            return WeightSource(path, tensors, settings=_read_settings(path / "config.json"), files=files)
+        return WeightSource(path, _load_file(path), files=[path])
     except (CorruptCheckpoint, DamagedFile) as error:
         raise Refusal(str(error)) from error
     except OSError as error:
@@ -120,12 +123,13 @@ def open_checkpoint_weights(path: Path, why: str = "", average: bool = False) ->
     return CheckpointWeights(path, tensors, why, checkpoint=checkpoint, averaged=averaged if average else ())
 
 
-def _load_folder(path: Path) -> dict[str, Tensor]:
+def _find_files(path: Path) -> list[Path]:
+    """The files of a folder of Hugging Face that hold its tensors."""
     name = next((name for name in HUGGING_FACE_FILES if (path / name).is_file()), None)
     if name is None:
         raise Refusal(f"{path.absolute()} holds no checkpoint, and none of {', '.join(HUGGING_FACE_FILES)}")
     if not name.endswith(".json"):
-        return _load_file(path / name)
+        return [path / name]
     # the index says which file each tensor lies in; the files say themselves what they hold
     try:
         # {"weight_map": {tensor name: file name}}
@@ -136,7 +140,7 @@ def _load_folder(path: Path) -> dict[str, Tensor]:
         # no path: it could lead to any file of this machine
         if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
             raise Refusal(f"{path / name} names {file!r:.200}, which is no file beside it")
-    return {name: tensor for file in files for name, tensor in _load_file(path / file).items()}
+    return [path / file for file in files]
 
 
 def _read_settings(path: Path) -> Mapping[str, Any]:

@@ -317,8 +317,8 @@ class ParallelModel:
         self.carried.load(state)
 
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the network's values and their average."""
+        """Take over the network's values and their average; what is not there it has already."""
         weights = self.network.state_dict()  # it also has the versions of modules, which some modules ask for
-        weights.update({name: state[name] for name in weights})
+        weights.update({name: state[name] for name in weights if name in state})
         self.network.load_state_dict(weights)
         self.average.load(state)

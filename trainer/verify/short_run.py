@@ -117,7 +117,7 @@ def train_and_record(
             run, follows = fresh_run(run), part < len(ends)
             # everything as a start of a run makes it; the second part resumes from the first one's checkpoint
             start, evaluation, goal = checkpoints.newest(), make_evaluation(run), initial_progress(run, ends[-1])
-            build_weights_on_main(run, resuming=start is not None)
+            build_weights_on_main(run, start)
             trainer = make_trainer(run, checkpoints, Log([]), stop, goal, PlanComparison(run))
             if shake and start is None:
                 perturb_weights(trainer.model.network, shake)
@@ -186,7 +186,7 @@ def compared_batches(count: int) -> list[int]:
 def detect_sample_layouts(run: PreparedRun) -> Any:
     """Where the samples of a batch lie in what each module gives: of a whole step, and of every other sample of it."""
     run = fresh_run(run)
-    build_weights_on_main(run, resuming=False)
+    build_weights_on_main(run, None)
     sampler, batch_size = run.strategy.slice, run.settings.loop.global_batch
     # every other one, as the first of two ranks has them: there a sample stands at another place than in the whole
     samplers = sampler, replace(sampler, ranks=2)

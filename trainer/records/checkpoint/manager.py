@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import fingerprints
+from trainer.records.checkpoint.base_weights import BASE_KEY, BaseWeights
 from trainer.records.checkpoint.manifest import CheckpointInfo, CorruptCheckpoint
 from trainer.records.checkpoint.mirror import NoMirror
 from trainer.records.checkpoint.save_plan import SavePlanner
@@ -131,6 +132,9 @@ class CheckpointManager:
         if not reused:
             links.remove()
             links = NO_LINKS
+        elif self._frozen_source.base is not None:
+            self._next_frozen_source = self._frozen_source
+            state = {**state, BASE_KEY: self._frozen_source.base.fields}
         return CheckpointContents(
             step,
             tensors=self._saver.snapshot({name: tensors[name] for name in plan.names}),
@@ -237,9 +241,18 @@ class CheckpointManager:
         """Fill the given tensors in place, of DTensors the shard this rank holds. Collective.
 
         Ranks may ask for different ones. CorruptCheckpoint, before any is touched, where one is missing or has another
-        shape there.
+        shape there. What the checkpoint does not hold, since it lies elsewhere, is taken out of `tensors`.
         """
         from trainer.records.checkpoint.tensor_files import load_tensors
 
         all_or_none(self.ranks, lambda: load_tensors(tensors, checkpoint), CorruptCheckpoint)
-        self._frozen_source = frozen_source_of(checkpoint, tensors)
+        if BASE_KEY not in checkpoint.state:
+            self._frozen_source = frozen_source_of(checkpoint, tensors)
+
+    def begin_with(self, base: BaseWeights | None, frozen: Mapping[str, Tensor]) -> None:
+        """Collective: as long as these tensors stay as they are no checkpoint holds them, only that they are `base`.
+
+        base: on the main rank, which decides; None: checkpoints hold all.
+        """
+        if self.ranks.broadcast_value(base is not None):  # all ranks; one bit of the main one
+            self._frozen_source = FrozenSource(Path(), fingerprints(frozen), base)

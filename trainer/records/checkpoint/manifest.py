@@ -23,6 +23,7 @@ from trainer.launch.typed_values import (
     DamagedFile,
     InvalidField,
     Number,
+    Shape,
     Text,
     Texts,
     Tree,
@@ -44,11 +45,14 @@ FINITE_FACT = "finite"  # a fact of those whose tensors were found finite before
 RESUME_KEYS = ("progress",)  # what state.json must say for a run to go on from there
 
 
+Sha256 = Annotated[str, form("[0-9a-f]{64}")]
+
+
 class FileFields(TypedDict):
     """What a manifest says of a file."""
 
     size: Whole
-    sha256: Annotated[str, form("[0-9a-f]{64}")]
+    sha256: Sha256
 
 
 FileName = Annotated[str, form(r"[^/\\\x00-\x1f\x7f-\x9f]{1,255}")]  # in the folder: no name leads out of it
@@ -105,6 +109,14 @@ class DataFields(TypedDict):
     classes: NotRequired[Texts]
 
 
+class BaseFields(TypedDict):
+    """Frozen weights that lie elsewhere."""
+
+    path: Text
+    files: Annotated[dict[str, str], mapping_of(FileName, Sha256)]
+    tensors: Annotated[dict[str, list[int]], mapping_of(Text, Shape)]
+
+
 class StateFields(TypedDict):
     """state.json, as far as it is read."""
 
@@ -114,6 +126,7 @@ class StateFields(TypedDict):
     precision: NotRequired[Text]
     schedule: NotRequired[Tree]
     configuration: NotRequired[Tree]
+    base: NotRequired[BaseFields]
 
 
 class CorruptCheckpoint(Exception):

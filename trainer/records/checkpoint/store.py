@@ -25,6 +25,7 @@ from trainer.launch.safe_files import fsync_path, make_folder
 from trainer.messages import FatalRunError, escape_line
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.parallel.tensor_statistics import fingerprints
+from trainer.records.checkpoint.base_weights import BaseWeights, base_of
 from trainer.records.checkpoint.manifest import (
     FINITE_FACT,
     FROZEN_PREFIX,
@@ -143,9 +144,9 @@ def inspect_checkpoint(manifest: Manifest, required_state: Collection[str] = ())
 def _make_info(manifest: Manifest, state: dict[str, Any], headers: Headers) -> CheckpointInfo:
     from trainer.records.checkpoint.tensor_files import unsharded_tensors
 
-    return CheckpointInfo(
-        **vars(manifest), state=state, tensors=unsharded_tensors(manifest.path, headers), headers=headers
-    )
+    base = base_of(state)
+    tensors = unsharded_tensors(manifest.path, headers) | (base.outline if base else {})
+    return CheckpointInfo(**vars(manifest), state=state, tensors=tensors, headers=headers)
 
 
 def list_complete(folder: Path, rejected: Collection[Path] = ()) -> list[Manifest]:
@@ -225,6 +226,7 @@ class FrozenSource(NamedTuple):
 
     path: Path
     fingerprints: Mapping[str, int]  # of each tensor's bits
+    base: BaseWeights | None = None  # they lie outside of all checkpoints; on the main rank, which writes that
 
 
 class FrozenLinks(NamedTuple):
@@ -263,6 +265,8 @@ def link_frozen_files(folder: Path, source: FrozenSource) -> FrozenLinks:
 
     None either where the file system has no links, or where the checkpoint is no longer there: all is written again.
     """
+    if source.base is not None:
+        return FrozenLinks(None, {}, source.base.shapes)
     draft = folder / f"{DRAFT}links-{secrets.token_hex(4)}"
     try:
         files = {

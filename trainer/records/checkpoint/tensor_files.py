@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from trainer.parallel.optimizer_state import OTHER_PREFIXES
+from trainer.records.checkpoint.base_weights import base_of
 from trainer.records.checkpoint.manifest import (
     FROZEN_PREFIX,
     TENSOR_SUFFIX,
@@ -112,7 +113,13 @@ def check_finite(folder: Path, names: Iterable[str]) -> None:
 
 
 def load_tensors(tensors: dict[str, Tensor], checkpoint: CheckpointInfo) -> None:
-    """Fill tensors in place from a verified checkpoint. No communication: each rank reads what it holds."""
+    """Fill tensors in place from a verified checkpoint. No communication: each rank reads what it holds.
+
+    Those that the checkpoint does not hold, since they lie elsewhere, are taken out: the network has them already.
+    """
+    base = base_of(checkpoint.state)
+    for name in tensors.keys() & base.shapes.keys() if base else ():
+        del tensors[name]
     # torch compares names and shapes before it reads, and takes of each file what this rank's shards overlap
     with _raise_original_errors():
         dcp.load(

@@ -1,0 +1,165 @@
+"""Adapters on a decoder: one curve under every strategy, alone in the checkpoint, merged where it is exported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipes.language.decoder import Decoder
+from tests.commands import curve, far, lines
+from tests.inside import here, product
+from tests.processes import Processes
+from tests.quick import quickly
+from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
+from trainer.parallel.ranks import Ranks
+from trainer.records.checkpoint.manager import CheckpointManager
+
+COMMON = (
+    *("data=text", "data.length=16", "data.held=0.0001", "model=llama", "model.settings=base", "init_from=base"),
+    *("model.lora=2", "loop.global_batch=8", "loop.steps=4", "loop.log_every=1", "loop.eval_every=null"),
+    *("loop.max_norm=1", "precision=fp64", "optimizer.lr=0.01"),
+)
+SPREAD: dict[str, tuple[int, tuple[str, ...]]] = {
+    "ddp": (2, ("loop.micro_batches=2",)),
+    "zero1": (2, ()),
+    "fsdp": (2, ("loop.micro_batches=2",)),
+    "hsdp": (4, ("strategy.replicate=2",)),
+    "tp": (2, ()),
+    "fsdp_tp": (4, ("strategy.tensor=2", "model.sequence=true", "strategy.activation_checkpointing=units")),
+    "pp": (2, ("loop.micro_batches=2",)),
+    "cp": (2, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the network that adapters are to change, of 100 KB."""
+    place = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(0)
+    llama: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "rotary": 1e4, "bias": False, "groups": 2, "inner": 48}
+    base = Decoder(256, 64, width=32, depth=2, heads=4, tied=False, **llama)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    base.save_pretrained(place / "base")
+    return place
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Path:
+    """What one process learns."""
+    assert product(Launch(), place, [*COMMON, "strategy=single", "run.dir=alone"]) == 0
+    return place / "alone"
+
+
+def stored(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
+    """All that the checkpoint of a step holds, by itself."""
+    store = CheckpointManager(run / "checkpoints", Ranks())
+    found = store.newest()
+    assert found is not None
+    assert found.step == step
+    own = {name: torch.empty_like(one, device="cpu") for name, one in found.tensors.items()}
+    store.read(found, own)
+    return own
+
+
+@pytest.mark.parametrize("strategy", quickly(SPREAD, "fsdp_tp"))
+def test_one_curve_and_adapters_alone_in_the_checkpoint(
+    place: Path, processes: Processes, alone: Path, strategy: str
+) -> None:
+    (size, more), run = SPREAD[strategy], place / strategy
+    words = [*COMMON, *more, f"strategy={strategy}", f"run.dir={run}"]
+    assert processes.run(size, product, place, words) == [0] * size
+    assert far(curve(run), curve(alone)) < 1e-10
+    ours, theirs = stored(run), stored(alone)
+    assert ours.keys() == theirs.keys()
+    # 7 layers in each of 2 blocks, 2 matrices each, and what Adam remembers of them
+    adapters = {name for name in ours if "/" not in name}
+    assert len(adapters) == 2 * 7 * 2
+    assert all(name.endswith(("lora_a", "lora_b")) for name in adapters)
+    assert all("lora_" in name for name in ours)
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-9
+    tensors = sum(file.stat().st_size for file in (run / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    assert tensors < 3 * 8 * sum(ours[name].numel() for name in adapters) + 40_000  # and headers
+
+
+def test_a_run_goes_on_to_the_bit_and_under_any_other_strategy(
+    place: Path, processes: Processes, alone: Path
+) -> None:
+    for name in ("fsdp", "tp"):
+        run, words = place / f"{name}-later", [*COMMON, f"strategy={name}", f"run.dir={name}-later"]
+        assert processes.run(2, product, place, [*words, "loop.steps=2", "schedule=constant"]) == [0, 0]
+        shutil.copytree(run, place / f"{name}-other")
+        assert processes.run(2, product, place, [*words, "schedule=constant", "run.accept_changes=true"]) == [0, 0]
+    whole = place / "tp-whole"
+    words = [*COMMON, "schedule=constant", f"run.dir={whole}"]
+    assert processes.run(2, product, place, [*words, "strategy=tp"]) == [0, 0]
+    assert curve(whole, "loss_hex") == curve(place / "tp-later", "loss_hex")
+    assert all(torch.equal(one, stored(whole)[name]) for name, one in stored(place / "tp-later").items())
+    # written by one, read by the other, and by a single process
+    for name, size, strategy in (("fsdp-other", 2, "tp"), ("tp-other", 1, "single")):
+        more = [f"strategy={strategy}", f"run.dir={name}", "run.accept_changes=true"]
+        assert processes.run(size, product, place, [*words, *more]) == [0] * size
+        assert far(curve(place / name), curve(whole)) < 1e-10
+
+
+def test_jobs_read_the_rest_where_it_lies_and_refuse_where_it_is_other(
+    place: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "base", "base")
+    shutil.copytree(alone, "run")
+    state = tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json"
+    assert str(place / "base") in state.read_text()  # as it began; the folder is still there
+    last = ["run.dir=run", "job.checkpoint=last"]
+    assert here(*last, "job=evaluate") == 0
+    evaluated = lines(tmp_path / "run", "eval")
+    assert here(*last, "job=export", "job.format=huggingface") == 0
+    assert here(*last, "job=export") == 0
+    tokens = torch.randint(256, (2, 16))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "model").eval().float()
+    own = Decoder(**Decoder.settings_of(tmp_path / "base", 256) | {"context": 64, "lora": 2}).eval()
+    values = load_file(tmp_path / "base" / "model.safetensors")
+    own.load_state_dict({**own.state_dict(), **own.translated(values, {}), **adapters_of(alone)})
+    torch.testing.assert_close(theirs(tokens).logits, own(tokens), rtol=1e-4, atol=1e-4)
+    merged = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert merged.keys() == own.merged().state_dict().keys()
+    assert evaluated is not None
+
+    # another run begins with the adapters and what lies under them
+    words = [word for word in COMMON if not word.startswith("init_from")]
+    assert here(*words, "strategy=single", "init_from=run", "run.dir=next", "optimizer.lr=0", "loop.steps=1") == 0
+    assert not list((tmp_path / "next" / "checkpoints").glob("*/frozen-*"))
+
+    (place / "base").rename(place / "moved")
+    try:
+        # the same in another place
+        assert here(*last, "job=evaluate", f"init_from={tmp_path / 'base'}") == 0
+        changed = {name: tensor + 1e-3 for name, tensor in values.items()}
+        save_file(changed, tmp_path / "base" / "model.safetensors")
+        for words in ([*last, "job=evaluate"], [*last, "job=export"], [*COMMON, "run.dir=run", "loop.steps=9"]):
+            with pytest.raises(Refusal, match=r"no frozen weights.*model\.safetensors has another SHA-256"):
+                here(*words, f"init_from={tmp_path / 'base'}", "strategy=single", "run.accept_changes=true")
+        shutil.rmtree(tmp_path / "base")
+        with pytest.raises(Refusal, match=r"no frozen weights, .* does not exist.*init_from=PATH says where"):
+            here(*last, "job=export")
+    finally:
+        (place / "moved").rename(place / "base")
+    # all of it in one folder, for who wants to carry it away
+    assert here(*COMMON, f"init_from={place / 'base'}", "model.settings=null", *OWN, "run.dir=all", *WHOLE) == 0
+    assert len(list((tmp_path / "all" / "checkpoints").glob("*/frozen-*"))) == 1
+
+
+OWN = ("model.width=32", "model.depth=2", "model.heads=4", "model.groups=2", "model.inner=48", "model.tied=false")
+WHOLE = ("checkpoint.whole=true", "strategy=single", "loop.steps=1", "model.rotary=10000")
+
+
+def adapters_of(run: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in stored(run).items() if "/" not in name}
