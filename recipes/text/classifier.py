@@ -39,8 +39,8 @@ class HFClassifier(nn.Module):
         vocab_size: int | None = None,
     ) -> None:
         super().__init__()
-        config = _configuration(path)
-        _refuse(config, length, vocab_size)
+        config = configuration(path)
+        refuse_texts(config, length, vocab_size)
         from transformers import AutoModel
 
         self.path, self.pool, self.dropout = path, usual(config) if pool is None else pool, dropout
@@ -80,14 +80,7 @@ class HFClassifier(nn.Module):
 
     def pretrained(self) -> Path:
         """The folder with the weights; of a name on the hub a download, or what the cache has of it."""
-        if (path := Path(located(self.path, "model.path="))).is_dir():
-            return path
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(self.path, allow_patterns=["*.json", "*.safetensors"]))
-        except Exception as error:  # whatever a download that failed raises, of which there is no one base
-            raise Refusal(f"the weights of {self.path} cannot be downloaded: {first_line(error)}") from error
+        return published(self.path)
 
     def translated(self, tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> Mapping[str, Tensor] | None:
         """Tensors of transformers under the names here; None: they are others."""
@@ -117,12 +110,24 @@ class HFClassifier(nn.Module):
 _NORM = {"gamma": "weight", "beta": "bias"}
 
 
-def _configuration(path: str) -> Any:
+def published(name: str) -> Path:
+    """The folder with the weights of a network; of a name on the hub a download, or what the cache has of it."""
+    if (path := Path(located(name, "model.path="))).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # whatever a download that failed raises, of which there is no one base
+        raise Refusal(f"the weights of {name} cannot be downloaded: {first_line(error)}") from error
+
+
+def configuration(path: str, option: str = "hf_classifier") -> Any:
     """The configuration of a folder, or of a name on the hub. Refusal where there is none."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise Refusal("model=hf_classifier needs the package transformers: pip install -e '.[hf]'") from error
+        raise Refusal(f"model={option} needs the package transformers: pip install -e '.[hf]'") from error
     where = located(path, "model.path=")
     try:
         return AutoConfig.from_pretrained(where, trust_remote_code=False)
@@ -131,7 +136,7 @@ def _configuration(path: str) -> Any:
         raise Refusal(f"model.path={path} holds no network of Hugging Face: {why}") from error
 
 
-def _refuse(config: Any, length: int | None, vocab_size: int | None) -> None:
+def refuse_texts(config: Any, length: int | None, vocab_size: int | None) -> None:
     """Refuse a network that has no place for the texts."""
     if config.is_encoder_decoder:
         raise Refusal(

@@ -163,3 +163,39 @@ WHOLE = ("checkpoint.whole=true", "strategy=single", "loop.steps=1", "model.rota
 
 def adapters_of(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.float() for name, tensor in stored(run).items() if "/" not in name}
+
+
+OTHERS = (
+    *("data=text", "data.length=16", "data.held=0.0001", "model=hf_decoder", "init_from=pretrained"),
+    *COMMON[6:],
+)
+KINDS = [("llama", "tp"), ("llama", "fsdp"), ("gpt2", "fsdp"), ("gpt2", "ddp")]
+
+
+@pytest.mark.parametrize(("family", "strategy"), quickly(KINDS, ("llama", "tp")))
+def test_any_decoder_of_transformers_learns_by_adapters(
+    place: Path, processes: Processes, alone: Path, family: str, strategy: str
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
+    path = place / ("base" if family == "llama" else family)
+    if family == "gpt2":
+        config = transformers.GPT2Config(vocab_size=256, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+        transformers.GPT2LMHeadModel(config).save_pretrained(path)
+    curves = []
+    for name, size in (("single", 1), (strategy, 2)):
+        run = place / f"theirs-{family}-{strategy}-{name}"
+        words = [*OTHERS, f"model.path={path}", f"strategy={name}", f"run.dir={run}"]
+        assert processes.run(size, product, place, words) == [0] * size
+        curves.append(curve(run))
+    assert far(*curves) < 1e-10
+    if family == "llama":  # the same network as ours, and at first an adapter changes nothing
+        assert curves[0][0] == pytest.approx(curve(alone)[0], rel=1e-6)
+    assert all("lora_" in name for name in stored(run))
+    last = [f"run.dir={run}", "job.checkpoint=last"]
+    assert product(Launch(), place, [*last, "job=export", "job.format=huggingface"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "export" / "model").eval()
+    assert (
+        product(Launch(), place, [*last, "job=generate", "job.prompt=Call", "job.tokens=3", "job.temperature=0"]) == 0
+    )
+    drawn = theirs.generate(torch.tensor([list(b"Call")]), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert bytes(drawn[0].tolist()).decode(errors="replace") in (run / "generate" / "samples.jsonl").read_text()
