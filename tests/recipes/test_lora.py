@@ -89,9 +89,7 @@ def test_one_curve_and_adapters_alone_in_the_checkpoint(
     assert tensors < 3 * 8 * sum(ours[name].numel() for name in adapters) + 40_000  # and headers
 
 
-def test_a_run_goes_on_to_the_bit_and_under_any_other_strategy(
-    place: Path, processes: Processes, alone: Path
-) -> None:
+def test_a_run_goes_on_to_the_bit_and_under_any_other_strategy(place: Path, processes: Processes, alone: Path) -> None:
     for name in ("fsdp", "tp"):
         run, words = place / f"{name}-later", [*COMMON, f"strategy={name}", f"run.dir={name}-later"]
         assert processes.run(2, product, place, [*words, "loop.steps=2", "schedule=constant"]) == [0, 0]

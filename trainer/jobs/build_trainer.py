@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer.data.dataset_reader import LoaderOptions
@@ -63,6 +64,14 @@ def make_checkpoints(
     )
 
 
+def _leave_out_frozen(run: PreparedRun, network: nn.Module, checkpoints: CheckpointManager) -> None:
+    """Collective: what nothing trains and `init_from` gave need not be in each checkpoint."""
+    frozen, wants_all = frozen_names(network), run.settings.checkpoint.whole
+    weights = {name: tensor for name, tensor in network.state_dict().items() if name in frozen}
+    base = run.initial.base() if run.machine.launch.is_main and not wants_all else None  # the main rank reads files
+    checkpoints.begin_with(base, weights)
+
+
 def make_trainer(
     run: PreparedRun,
     checkpoints: CheckpointManager,
@@ -79,10 +88,7 @@ def make_trainer(
     something_frozen = bool(frozen_names(run.network))  # on every rank the same: it is not divided yet
     model, optimizer = build_model(run, train_loader.example(), log)
     if something_frozen:
-        frozen = frozen_names(model.network)
-        weights = {name: tensor for name, tensor in model.network.state_dict().items() if name in frozen}
-        is_main = run.machine.launch.is_main
-        checkpoints.begin_with(None if settings.checkpoint.whole or not is_main else run.initial.base(), weights)
+        _leave_out_frozen(run, model.network, checkpoints)
     comparison.begin(model.network)
     evaluation = make_evaluation(run)
     return Trainer(

@@ -98,7 +98,7 @@ class RangeTest(Job):
             )
         with make_checkpoints(run, NoMirror()) as checkpoints:
             vars(checkpoints)["save"] = lambda *_: NonFiniteSave()  # the end of a run saves; here nothing is written
-            build_weights_on_main(run, resuming=False)
+            build_weights_on_main(run, None)
             trainer = make_trainer(run, checkpoints, Log([curve]), stop, Progress(), PlanComparison(run))
             trainer.steps, trainer.schedule = self.steps, RisingRate(curve=curve, base=base)
             # a line for each step; no evaluation, no save. A rank that sees the loss diverge asks all to stop

@@ -50,14 +50,14 @@ class BaseWeights:
     def check(self, path: Path, files: Iterable[Path]) -> None:
         """Refusal where these files, of a folder or a file that lies there now, are not the same to the bit."""
         try:
-            found = BaseWeights.hashed(path, files, {}).files
+            hashes = BaseWeights.hashed(path, files, {}).files
         except OSError as error:
             raise Refusal(f"{error.filename}: {error.strerror}") from error
         # the name of a single file may be another one
-        alone = len(self.files) == len(found) == 1 and [*self.files.values()] == [*found.values()]
+        alone = len(self.files) == len(hashes) == 1 and [*self.files.values()] == [*hashes.values()]
         for name, sha256 in self.files.items() if not alone else ():
-            if found.get(name) != sha256:
-                what = "is not among them" if name not in found else "has another SHA-256"
+            if hashes.get(name) != sha256:
+                what = "is not among them" if name not in hashes else "has another SHA-256"
                 raise Refusal(
                     f"{path / name if path.is_dir() else path}: not the weights that it began with: {name} {what}"
                 )
@@ -65,6 +65,6 @@ class BaseWeights:
 
 def base_of(state: Mapping[str, Any]) -> BaseWeights | None:
     """What a state.json says; None: the checkpoint holds all of its tensors."""
-    if (said := state.get(BASE_KEY)) is None:
+    if (fields := state.get(BASE_KEY)) is None:
         return None
-    return BaseWeights(Path(said["path"]), said["files"], said["tensors"])
+    return BaseWeights(Path(fields["path"]), fields["files"], fields["tensors"])
