@@ -161,6 +161,22 @@ def first_rank(original: property) -> property:
     return property(lambda self: replace(original.fget(self), rank=0))
 
 
+def on_shards(original: Any) -> Any:
+    """Each rank steps its shard of a matrix as if it were the matrix, and nobody gathers it."""
+
+    class OnShards(original):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter, stand_in in self._stand_ins.items():
+                stand_in.data, stand_in.grad = to_local(parameter).clone(), to_local(parameter.grad)
+            self._step_inner()
+            for parameter, stand_in in self._stand_ins.items():
+                to_local(parameter).copy_(stand_in.data)
+                self.state.pop(parameter)  # of a shape that no checkpoint takes
+
+    return OnShards
+
+
 CLIPPED = ("at step 1, clipped gradient", "at step 1, optimizer step", "at step 1, update")
 STEP = ("at step 1, optimizer step", "at step 1, update")
 TENSOR = "trainer.strategies.sharded_model"
@@ -214,6 +230,14 @@ PLANTS = {
         ("at step 1, norm",),
         STRATEGY,
         {"trainer.parallel.gradient_clipping.ranks_along": lambda original: lambda *_: Ranks()},
+    ),
+    "on_shards": Plant(
+        "Muon steps the shard of a matrix as if it were the matrix",
+        (*VIT, "optimizer=muon"),
+        ("strategy=fsdp",),
+        ("at step 1, optimizer step, blocks.",),
+        STRATEGY,
+        {f"{TENSOR}.WholeMatrixOptimizer": on_shards},
     ),
     "left_out_shards": Plant(
         "one rank does not update its shards",

@@ -8,6 +8,7 @@ curve, and it takes nothing but matrices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import sqrt
 from typing import Any, Literal
 
@@ -111,30 +112,45 @@ class Muon(Optimizer):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
             raise RuntimeError("Muon's AdamW does not support sparse gradients")
+        is_complex = any(parameter.is_complex() for parameter in parameters)
+        fused = not is_complex and _has_fused_adam(parameters[0].device)
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            # where the step's number must be; a checkpoint's is on the CPU
+            state["step"] = state["step"].to(parameter.device if fused else "cpu")
         first, second, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-        beta1, beta2 = group["betas"]
-        adam(
-            [*parameters],
-            gradients,
-            first,
-            second,
-            [],
-            steps,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            decoupled_weight_decay=True,
-            has_complex=any(parameter.is_complex() for parameter in parameters),
-        )
+        _adamw([*parameters], gradients, first, second, steps, group, fused=fused, has_complex=is_complex)
+
+
+def _adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    group: dict[str, Any],
+    **switches: bool,
+) -> None:
+    """torch's AdamW, in place; first and second: its moments."""
+    numbers = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    numbers |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+    how: dict[str, Any] = {**switches, "amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+    adam(parameters, gradients, first, second, [], steps, **numbers, **how)
+
+
+@cache
+def _has_fused_adam(device: torch.device) -> bool:
+    """Has torch a kernel for it there? Which devices have one changes with torch: it is tried on one number."""
+    parameter, gradient, first, second = ([torch.zeros(1, device=device)] for _ in range(4))
+    numbers = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0, "betas": (0.0, 0.0)}
+    try:
+        _adamw(parameter, gradient, first, second, [torch.zeros((), device=device)], numbers, fused=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def orthogonalize(matrix: Tensor, iterations: int, precision: str) -> Tensor:

@@ -80,6 +80,11 @@ def make_sequence_mesh(device_type: str, world_size: int, context: int, tensor: 
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+def places(mesh: DeviceMesh) -> list[dict[str, int]]:
+    """Where each rank is along each axis of a mesh of all ranks, which lie in it row by row. No tensor is asked."""
+    return [dict(zip(mesh.mesh_dim_names or (), index, strict=True)) for index in product(*map(range, mesh.shape))]
+
+
 def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
     """Collective: the ranks that differ from this one along these axes only; alone where the mesh has none of them."""
     names = mesh.mesh_dim_names or ()
@@ -88,11 +93,11 @@ def ranks_along(mesh: DeviceMesh, *axes: str) -> Ranks:
         return Ranks()
     if len(present) == 1:
         return as_group(mesh.get_group(present[0]))
-    # several axes: permute them to the end, (rest…, these…) → (groups, ranks of a group); each row is a group
-    last = [names.index(axis) for axis in present]
-    rest = [dim for dim in range(len(names)) if dim not in last]
-    rows = mesh.mesh.permute(*rest, *last).flatten(len(rest)).reshape(-1, prod(mesh.mesh.shape[dim] for dim in last))
-    group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # all ranks; every such group is made in one order
+    # several axes: ranks that stand at the same place along all others are a group
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places(mesh)):
+        rows.setdefault(tuple(index for axis, index in place.items() if axis not in present), []).append(rank)
+    group, _ = dist.new_subgroups_by_enumeration([*rows.values()])  # all ranks; such groups are made in one order
     assert isinstance(group, dist.ProcessGroup)  # every rank is in one of them
     return as_group(group)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +27,7 @@ from trainer.parallel.device_mesh import (
     format_degrees,
     make_mesh,
     make_sequence_mesh,
+    places,
     ranks_along,
     resolve_degrees,
 )
@@ -261,10 +261,7 @@ class Meshed(Joined):
 
     def places(self) -> list[dict[str, int]]:
         """Where each rank is along each axis of the mesh: as the mesh says, so nobody need be asked."""
-        names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
-        # (ranks, axes): the indices of each entry, in the order of the ranks that the entries name
-        indices = torch.cartesian_prod(*map(torch.arange, ranks.shape)).view(-1, ranks.ndim)[ranks.flatten().argsort()]
-        return [dict(zip(names, index, strict=True)) for index in indices.tolist()]
+        return places(self.mesh)
 
     @override
     def groups(self) -> list[ProcessGroup]:
