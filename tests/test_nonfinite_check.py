@@ -15,6 +15,7 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
+from trainer.messages import BadStep
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import find_not_finite, trained_tensors
 from trainer.records.checkpoint.manager import CheckpointManager
@@ -106,7 +107,7 @@ def ended(launch: Launch, place: Path, words: list[str]) -> str:
     sys.path.insert(0, str(place))
     try:
         return str(product(launch, place, words))
-    except FloatingPointError as error:
+    except BadStep as error:
         return str(error)
     finally:
         sys.path.remove(str(place))

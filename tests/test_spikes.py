@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from tests.commands import curve, lines
-from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_nonfinite_check import ended
 from trainer.launch.rendezvous import Launch
-from trainer.messages import LossSpike
 
 # Samples are read in their order, 8 a step; the targets of the wrong ones are far away. `without`: steps whose samples
 # are not there at all.
@@ -125,14 +123,13 @@ def test_a_run_that_was_killed_finds_the_same_jump_also_between_two_lines(place:
 def test_not_for_ever_and_only_where_it_is_asked_for(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*WORDS, "loop.log_every=1", "loop.steps=70", f"run.dir={run}", f"data.wrong={[*range(472, 600)]}"]
-    with pytest.raises(
-        LossSpike, match=r"^the loss jumps from .* gone back 3 times to step 56, and no save has follow"
-    ):
-        product(Launch(), place, [*words, "loop.on_spike=rollback"])
+    said = ended(Launch(), place, [*words, "loop.on_spike=rollback"])
+    assert said.startswith("the loss jumps from "), said
+    assert "The run has gone back 3 times to step 56, and no save has followed. " in said
     # the same command goes on from a good checkpoint, and may only tell
     assert max(int(path.name[-3:]) for path in (run / "checkpoints").iterdir()) == 56
     assert ended(Launch(), place, words) == "0"
     log = (run / "logs" / "rank-0.log").read_text()
-    assert "too high a learning rate" not in log  # 50 lines are needed, and this start has none of before
-    with pytest.raises(LossSpike, match=r"\. There is no checkpoint of before step 59\. "):
-        product(Launch(), place, [*words, "loop.on_spike=rollback", "run.resume=fresh", "loop.save_every=100"])
+    assert "wrong samples, or too high a learning rate" in log
+    said = ended(Launch(), place, [*words, "loop.on_spike=rollback", "run.resume=fresh", "loop.save_every=100"])
+    assert "There is no checkpoint of before step 59. " in said
