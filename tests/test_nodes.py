@@ -213,8 +213,8 @@ def test_a_replica_that_is_killed_ends_no_run_and_one_that_joins_takes_part(host
     words = ("strategy=diloco", "strategy.every=10", "optimizer=adamw", "loop.save_every=5", f"loop.steps={STEPS}")
 
     def start(number: int) -> Command:
-        conf = ",last_call_timeout=1,keep_alive_interval=1"
-        flags = [*c10d(hosts, number, "1:3", port, conf), "--max-restarts=9"]
+        conf = ",last_call_timeout=5,keep_alive_interval=1"
+        flags = [*c10d(hosts, number, "2:3", port, conf), "--max-restarts=9"]
         return on(number, flags, *words, environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     first, second, third = start(0), start(1), start(1)

@@ -17,6 +17,7 @@ from tests.planted.proofs import said_of, verdict, verified
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.verify.comparison import TOLERANCES, compare
+from trainer.verify.job import is_on_purpose
 from trainer.verify.loss_plot import plot_curves
 from trainer.verify.training_record import Key, Phase, TrainingRecord, sketch_rows
 from trainer.verify.verdict import (
@@ -136,21 +137,22 @@ PLANNED = [(2, "tp"), (4, "ddp_tp"), (4, "fsdp_tp"), (2, "pp"), (4, "ddp_pp"), (
 
 
 @pytest.mark.long
-def test_a_curve_of_its_own_is_not_called_the_same_and_a_mistake_before_it_is_found(
-    processes: Processes, home: Path
-) -> None:
-    own, headline = (
-        ["strategy=diloco", "strategy.every=2"],
-        "OWN CURVE: diloco on 2, on purpose; initial values, samples",
-    )
+def test_a_curve_of_its_own_is_not_called_the_same(processes: Processes, home: Path) -> None:
+    own = ["strategy=diloco", "strategy.every=2"]
     said = verdict(processes, home, 2, [*TRANSFORMER, "loop.global_batch=24"], own)
-    assert said.startswith(headline)
+    assert said.startswith("OWN CURVE: diloco on 2, on purpose; initial values, samples, forward and loss of step 1 ")
     assert "First other at step 1, gradient, " in said
-    words = [*PEOPLES["mobilenet_v3_small"][:-1]]  # without sync_bn, so that a forward depends on the ranks
-    said = verdict(processes, home, 2, words, own)
-    assert said.startswith("DIFFERS at step 1, forward, ")
-    assert "strategy.sync_bn=true" in said.splitlines()[0]
-    assert verdict(processes, home, 2, words, [*own, "strategy.sync_bn=true"]).startswith(headline)
+
+
+def test_a_difference_before_the_first_gradient_is_on_nobodys_purpose() -> None:
+    def first(step: int, phase: str) -> FirstDifference:
+        return FirstDifference(step, phase, "name", 1.0, 2.0, (0,), 1, False)
+
+    assert not any(is_on_purpose(first(1, phase), True) for phase in (Phase.INITIAL, Phase.DATA, Phase.FORWARD))
+    assert is_on_purpose(first(1, Phase.GRADIENT), True)
+    assert is_on_purpose(first(2, Phase.FORWARD), True)
+    assert not is_on_purpose(first(1, Phase.GRADIENT), False)
+    assert not is_on_purpose(None, True)
 
 
 @pytest.mark.long(one_in=30)  # up to eleven proofs each

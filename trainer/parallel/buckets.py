@@ -82,17 +82,20 @@ class MeanUnderWay:
     ) -> None:
         """Collective: they leave, in this type (None: their own). What happens to them later changes nothing."""
         self._ranks = ranks
-        self._sent: list[tuple[list[Tensor], Tensor, Waitable]] = []
+        # shapes and type of what each of them holds: the tensors themselves are not kept
+        self._sent: list[tuple[list[torch.Size], torch.dtype, Tensor, Waitable]] = []
         for bucket in make_buckets(tensors, bucket_bytes):
-            flat = pack(bucket).to(dtype or bucket[0].dtype)  # (numbers,)
-            self._sent.append((bucket, flat, ranks.all_reduce_sum_(flat)))  # the given ranks; every tensor travels once
+            flat, shapes = pack(bucket).to(dtype or bucket[0].dtype), [tensor.shape for tensor in bucket]  # (numbers,)
+            # the given ranks; every tensor travels once
+            self._sent.append((shapes, bucket[0].dtype, flat, ranks.all_reduce_sum_(flat)))
 
     def read(self) -> list[Tensor]:
         """The mean of each tensor, in its own type; waits for what has not arrived. To be called once."""
         means: list[Tensor] = []
-        for bucket, flat, work in self._sent:
+        for shapes, dtype, flat, work in self._sent:
             work.wait()
-            means += unpack(flat.to(bucket[0].dtype).div_(self._ranks.size), bucket)
+            pieces = flat.to(dtype).div_(self._ranks.size).split([shape.numel() for shape in shapes])
+            means += [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         return means
 
 
