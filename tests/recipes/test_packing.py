@@ -194,9 +194,14 @@ class Counting(Decoder):
         return super()._embedded(tokens, torch.arange(tokens.shape[1]))
 
 
-@pytest.mark.parametrize("network", [Decoder, Mixing, Counting])
-def test_a_network_that_mixes_documents_is_found_by_verify(network: type[Decoder]) -> None:
-    own = filled(network(**SIZES))
+EXPERTS = {"experts": 4, "auxiliary": 0.1, "capacity": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("network", "words"), [(Decoder, {}), (Decoder, EXPERTS), (Decoder, {"window": 3}), (Mixing, {}), (Counting, {})]
+)
+def test_a_network_that_mixes_documents_is_found_by_verify(network: type[Decoder], words: dict[str, Any]) -> None:
+    own = filled(network(**SIZES, **words))
     inputs, targets = SyntheticTokens(6, 0, 16, 256, pack=True).train().batch(torch.arange(6))
     said = NextToken(ignored=-100, pack=True).examine(own, inputs, targets)
     assert bool(said) == (network is not Decoder)
