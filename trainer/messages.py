@@ -6,6 +6,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 _MAX_PROBLEMS = 10  # that one message shows
 
@@ -42,6 +43,14 @@ class NotFinite(BadStep, FloatingPointError):
 
     saved = "Nothing of it is saved: the same command goes on from the newest checkpoint, if there is one."
     advice = "Look for broken samples, a loss that divides by zero, a rate that is too high (optimizer.lr)"
+
+
+class LossJump(NamedTuple):
+    """A line whose loss has jumped."""
+
+    step: int  # of the line
+    since: int  # the step of the line before, whose loss was usual
+    what: str  # a sentence
 
 
 class LossSpike(BadStep):

@@ -74,18 +74,16 @@ class RangeTest(Job):
         if base <= 0:
             raise Refusal(f"job=lr: optimizer.lr is {base:g}, and other rates are in proportion to it; set any above 0")
         broadcast_from_main(launch, "plot", self._refuse_plot)
-        run = prepare_without_folder(parts)
-        curve = RateCurve(self.lowest, self.highest, self.steps, self.steps // _ROWS if launch.is_main else 0)
         # what ranks and libraries say goes where it goes in a run, into files that do not stay
-        with TemporaryDirectory() as place, StopRequest(launch) as stop:
-            rank_output.redirect_output(launch.rank, Path(place))
-            with run.strategy:
+        with TemporaryDirectory() as folder:
+            run = prepare_without_folder(parts, Path(folder))
+            curve = RateCurve(self.lowest, self.highest, self.steps, self.steps // _ROWS if launch.is_main else 0)
+            rank_output.redirect_output(launch.rank, Path(folder))
+            with StopRequest(launch) as stop, run.strategy:
                 done = self._train(run, curve, base, stop)
-        if not done:
-            return failure.exit_code(False, launch)
-        if launch.is_main:
+        if done and launch.is_main:
             self._report(run, curve)
-        return 0
+        return 0 if done else failure.exit_code(False, launch)
 
     def _train(self, run: PreparedRun, curve: RateCurve, base: float, stop: StopRequest) -> bool:
         """Collective: train until the loss diverges, on all ranks alike; False: somebody asked to stop."""
@@ -113,23 +111,25 @@ class RangeTest(Job):
 
     def _report(self, run: PreparedRun, curve: RateCurve) -> None:
         """Print the curve and the suggestion, and draw it. The main rank calls it."""
-        smoothed, rates_at = curve.smoothed(), curve.find_rates()
-        rate = float(f"{curve.rate(rates_at.chosen):.2g}") if rates_at else None
-        line, *marks = draw_blocks(smoothed, rates_at.chosen if rates_at else None)
+        if not curve.losses:
+            print("suggestion  none: the first loss is not finite; is the data all right?", flush=True)
+            return
+        smoothed, steps = curve.smoothed(), curve.find_rates()
+        rate = float(f"{curve.rate(steps.chosen):.2g}") if steps else None
+        line, *marks = draw_blocks(smoothed, steps.chosen if steps else None)
         lines = [f"curve       {line}", *(f"            {mark}" for mark in marks)]
         last = curve.rate(len(curve.losses) - 1)
         lines.append(
             f"diverged    at optimizer.lr={last:.2g}" if curve.diverged else f"diverged    not up to {last:.2g}"
         )
-        if rates_at is None or rate is None:
+        if steps is None or rate is None:
             lines.append(
                 "suggestion  none: the loss has not fallen; another job.lowest or job.highest, or more job.steps"
             )
         else:
             lines += [
-                f"steepest    at optimizer.lr={curve.rate(rates_at.steepest):.2g}",
-                f"lowest      {format_number(smoothed[rates_at.lowest])} at"
-                f" optimizer.lr={curve.rate(rates_at.lowest):.2g}",
+                f"steepest    at optimizer.lr={curve.rate(steps.steepest):.2g}",
+                f"lowest      {format_number(smoothed[steps.lowest])} at optimizer.lr={curve.rate(steps.lowest):.2g}",
                 f"suggestion  optimizer.lr={rate:g}, in the middle of the last tenth of the fall; to train with it:",
                 f"  {training_command(run, rate)}",
             ]
@@ -146,13 +146,13 @@ class RangeTest(Job):
             raise Refusal(f"job.plot={self.plot}: a file that ends in .png, in a folder that there is; null: none")
 
 
-def prepare_without_folder(parts: RunParts) -> PreparedRun:
-    """The run as `fit` would prepare it, with no folder, no loggers and no checkpoint; all of it is forgotten."""
+def prepare_without_folder(parts: RunParts, place: Path) -> PreparedRun:
+    """The run as `fit` would prepare it, without loggers. place: of this process; the run itself makes no folder."""
 
     def open_nothing(check: Callable[[Path | None], Any]) -> RunFolder:
         # what the run would begin with is looked at, as before a run; the main rank decides for all
         broadcast_from_main(parts.machine.launch, "folder", lambda: check(None) and None)
-        return RunFolder(Path("no-folder"))  # without the lock it writes nothing
+        return RunFolder(place)  # without the lock it writes nothing
 
     parts.open_folder = open_nothing
     run = prepare(parts)

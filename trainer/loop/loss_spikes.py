@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from trainer.strategies.nonfinite_check import LossJump
+from trainer.messages import LossJump
 
 _WINDOW = 50  # lines that a jump is compared with
 _FAR = 8.0  # robust standard deviations

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainer.data.loader import Batch
-from trainer.messages import LossSpike, NotFinite, format_names
+from trainer.messages import LossJump, LossSpike, NotFinite, format_names
 from trainer.parallel.buckets import PendingSums, to_accumulator
 from trainer.parallel.ranks import Ranks
 
@@ -36,14 +36,6 @@ class RecordedStep(NamedTuple):
     indices: list[Tensor]  # of the data set, (samples,) for each micro-batch
     loss: Tensor  # this rank's part of the step's loss
     norm: Tensor | None  # of the whole gradient, the same on every rank; None: not measured
-
-
-class LossJump(NamedTuple):
-    """A line whose loss has jumped."""
-
-    step: int  # of the line
-    since: int  # the step of the line before, whose loss was usual
-    what: str  # a sentence
 
 
 class NonFiniteCheck:

@@ -146,9 +146,6 @@ def _checked(place: int) -> int:
 class GraphDraws:
     """Which module draws, and which of its draws it is, while a graph is made."""
 
-    starts: Tensor  # where the stream of each sample begins: (B,) int64
-    common_start: Tensor  # the same for what has no batch: (1,)
-
     def __init__(self, rng: CompiledSampleRNG, device: torch.device) -> None:
         self._rng, self._tables = rng, _Tables(device)
         self.drawn = False  # in any graph
@@ -167,7 +164,7 @@ class GraphDraws:
 
     def begin(self, starts: Tensor, common_start: Tensor) -> None:
         """A forward begins."""
-        self.starts, self.common_start = starts, common_start
+        self._rng.stream_starts = starts, common_start
         self.under_way.clear()  # an error may have left some
         for module in self.modules:
             vars(module)["draw_calls"] = 0
@@ -196,9 +193,10 @@ class GraphDraws:
         call[1] += 1
         module = call[0]
         number = module.draw_number + to_int64(module.draw_calls * CALL_STRIDE + call[1] * DRAW_STRIDE)
-        samples, common = (_GraphRandom(self._tables, starts) for starts in (self.starts, self.common_start))
+        starts, common_start = self._rng.stream_starts
+        samples, common = _GraphRandom(self._tables, starts), _GraphRandom(self._tables, common_start)
         shard, time_first = self._rng.shard, self._rng.time_first
-        return RandomDraw(self.starts.shape[0], samples, common, 0, number, shard, time_first)
+        return RandomDraw(starts.shape[0], samples, common, 0, number, shard, time_first)
 
     def next_number(self) -> int | None:
         """The number of the next draw, where a graph ended inside of a module, and it draws outside of the graph."""
@@ -217,6 +215,10 @@ class CompiledSampleRNG(SampleRNG):
     """`SampleRNG` for a network that is compiled, or parts of which are."""
 
     mode_class: Any = _GraphFunctionMode
+    # where the streams of samples begin, (B,) int64, and that of what has no batch, (1,). Here, and not at what the
+    # modules' hooks hold: torch takes tensors that a module holds to lie where they are for ever, so every forward
+    # would record its CUDA graphs anew
+    stream_starts: tuple[Tensor, Tensor]
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)

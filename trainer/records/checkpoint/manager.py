@@ -215,8 +215,9 @@ class CheckpointManager:
         newest, rejected = open_newest(self.folder, self.ranks, self.required_state, before)
         self._rejected = set(rejected)
         if newest is not None and self.ranks.is_main and before < math.inf:
+            # or a run that is killed before its next save would go on from one of them
             later = [manifest.path for manifest in list_complete(self.folder) if manifest.step >= before]
-            for path in later:  # or a run that is killed before its next save would go on from one of them
+            for path in later:
                 remove_checkpoint(path)
             self._mirror.take_back([path.name for path in later])
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best

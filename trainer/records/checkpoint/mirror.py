@@ -127,7 +127,8 @@ class CheckpointMirror(NoMirror):
         if self._remote is None:
             self._remote = copies.read_manifests()
         remote = self._remote
-        for name in sorted(self._taken_back):  # a later save of the same step is copied anew
+        # first: what a start must not find; a later save of the same step is copied anew
+        for name in sorted(self._taken_back):
             copies.remove(name)
             remote.pop(name, None)
             self._taken_back.discard(name)
