@@ -116,6 +116,7 @@ def test_weights_and_names_are_those_of_the_network() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # torchao calls it
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_on_a_gpu_it_trains(tmp_path: Path, monkeypatch: Any, recipe: str) -> None:
     pytest.importorskip("torchao", reason="the extra float8")
