@@ -77,7 +77,7 @@ def test_an_update_has_the_singular_vectors_of_its_matrix_and_values_near_one(sh
 def test_what_is_no_matrix_is_stepped_as_torchs_adamw_steps_it() -> None:
     ours, torchs = (nn.Parameter(torch.linspace(-1, 1, 5)) for _ in range(2))
     optimizers = (
-        Muon([{"params": [ours]}], lr=0.1, weight_decay=0.2, adamw_betas=(0.9, 0.99)),
+        Muon([{"params": [ours]}], lr=0.1, weight_decay=0.2, betas=(0.9, 0.99)),
         torch.optim.AdamW([torchs], lr=0.1, weight_decay=0.2, betas=(0.9, 0.99), fused=True),
     )
     for step in range(3):

@@ -52,8 +52,8 @@ class Muon(Optimizer):
         iterations: int = 5,
         adamw: Sequence[str] = (EMBEDDINGS, HEAD),
         adamw_lr: float | None = None,
-        adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
     ) -> None:
         if lr < 0 or not 0 <= momentum < 1 or iterations < 1:
             raise ValueError("lr is 0 or more, momentum from 0 to below 1, iterations 1 or more")
@@ -62,7 +62,7 @@ class Muon(Optimizer):
         groups = [{**rate, **each} if isinstance(each, dict) and each.get("elementwise") else each for each in params]
         numbers = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         how = {"scaling": scaling, "newton_schulz": newton_schulz, "iterations": iterations}
-        super().__init__(groups, {**numbers, **how, "betas": adamw_betas, "eps": adamw_eps, "elementwise": False})
+        super().__init__(groups, {**numbers, **how, "betas": betas, "eps": eps, "elementwise": False})
 
     def find_elementwise(self, network: nn.Module) -> frozenset[str]:
         """The names of the parameters that AdamW steps. Refusal where none of those that learn is left for Muon."""

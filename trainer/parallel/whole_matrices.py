@@ -29,7 +29,20 @@ class MatrixOwners:
         self._ranks, self._places = ranks, places
         owners = assign_owners([_work(parameter) for parameter in parameters], ranks.size)
         self._owner = dict(zip(parameters, owners, strict=True))
-        self._local = {parameter: _shard_at(parameter, places[ranks.rank]) for parameter in parameters}
+        # parameter → who sends its shard to the owner, and what each rank has of it, where this rank is the owner
+        self._senders = {parameter: self._find_senders(parameter) for parameter in parameters}
+        mine = [parameter for parameter in parameters if self.owns(parameter)]
+        self._parts = {parameter: [_shard_at(parameter, place) for place in places] for parameter in mine}
+        for parameter in parameters:  # a layout that is not known would mix up what travels
+            part = _shard_at(parameter, places[ranks.rank])
+            if [each.stop - each.start for each in part] != [*(held := to_local(parameter).shape)]:
+                raise RuntimeError(f"a rank holds {[*held]} of {[*parameter.shape]}, which is not {part}")
+
+    def _find_senders(self, parameter: Tensor) -> list[int]:
+        """Of the ranks that hold the same shard one: that of the owner's own copy."""
+        split, of_owner = split_axes(parameter), self._places[self._owner[parameter]]
+        common = {axis: index for axis, index in of_owner.items() if axis not in split}
+        return [rank for rank, place in enumerate(self._places) if common.items() <= place.items()]
 
     def owns(self, parameter: Tensor) -> bool:
         """Is it this rank that updates this parameter?"""
@@ -39,34 +52,34 @@ class MatrixOwners:
         """Collective: parameter → this rank's shard of it, or of its gradient; returns the whole of what it owns."""
         whole: dict[Tensor, Tensor] = {}
         for bucket in self._buckets(shards):
-            me = self._ranks.rank
-            sent = [[to_local(shards[p]) for p in bucket if self._sends(p, me, to)] for to in self._all]
-            came = [[p for p in bucket if self._sends(p, source, me)] for source in self._all]
-            whole |= {p: to_local(shards[p]).new_empty(p.shape) for p in bucket if self.owns(p)}
-            spaces = [[whole[p][_shard_at(p, self._places[at])] for p in came[at]] for at in self._all]
+            sent, spaces = self._lists(), self._lists()
+            for parameter in bucket:
+                shard = to_local(shards[parameter])
+                if self._ranks.rank in self._senders[parameter]:
+                    sent[self._owner[parameter]].append(shard)
+                if self.owns(parameter):
+                    whole[parameter] = shard.new_empty(parameter.shape)
+                    for rank in self._senders[parameter]:
+                        spaces[rank].append(whole[parameter][self._parts[parameter][rank]])
             self._exchange(sent, spaces, to_local(shards[bucket[0]]))
         return whole
 
     def scatter(self, whole: Mapping[Tensor, Tensor], parameters: Sequence[Tensor]) -> None:
         """Collective: the new values of these parameters, of which this rank owns some, to all that hold them."""
         for bucket in self._buckets(parameters):
-            mine = [p for p in bucket if self.owns(p)]
-            sent = [[whole[p][_shard_at(p, place)] for p in mine] for place in self._places]
-            spaces = [[to_local(p) for p in bucket if self._owner[p] == source] for source in self._all]
+            sent, spaces = self._lists(), self._lists()
+            for parameter in bucket:
+                spaces[self._owner[parameter]].append(to_local(parameter))
+                for rank, part in enumerate(self._parts.get(parameter, ())):
+                    sent[rank].append(whole[parameter][part])
             self._exchange(sent, spaces, to_local(bucket[0]))
 
-    @property
-    def _all(self) -> range:
-        return range(self._ranks.size)
-
-    def _sends(self, parameter: Tensor, source: int, to: int) -> bool:
-        """Does one rank send its shard to the other? Of several that hold the same, that of the owner's own copy."""
-        split, place, of_owner = split_axes(parameter), self._places[source], self._places[to]
-        same_copy = all(index == of_owner[axis] for axis, index in place.items() if axis not in split)
-        return self._owner[parameter] == to and same_copy
+    def _lists(self) -> list[list[Tensor]]:
+        """What goes to each rank, or comes from it."""
+        return [[] for _ in self._places]
 
     def _buckets(self, parameters: Any) -> list[list[Tensor]]:
-        """What travels as one: by whole sizes, which all ranks know, so that a rank sends about as much as a bucket."""
+        """What travels as one; by whole sizes, so that all ranks divide alike, and each sends about 25 MiB."""
         return make_buckets([*parameters], BUCKET_BYTES * self._ranks.size)
 
     def _exchange(self, sent: list[list[Tensor]], spaces: list[list[Tensor]], like: Tensor) -> None:
