@@ -86,7 +86,7 @@ class NextToken(Task):
         first = begins[:, -1:]  # (B, 1): where it begins
         turned = (places + first) % len(places)  # (B, T): the last document, then all others as one
         moved = tokens.gather(1, turned), torch.where(places < len(places) - first, 0, len(places) - first)
-        outputs: Any = (whole.forward(network, given, targets) for given in (inputs, moved))
+        outputs: list[Any] = [whole.forward(network, given, targets) for given in (inputs, moved)]
         scores, other = (x["tokens"] if isinstance(x, dict) else x for x in outputs)  # (B, T, vocabulary)
         rows, back = torch.arange(len(first), device=places.device)[:, None], (places - first) % len(places)
         apart = (scores - other[rows, back]).norm(dim=-1) / scores.norm(dim=-1)  # (B, T)
