@@ -100,6 +100,7 @@ PACKED = [
     ("gpt tied", "ddp_cp on 4, dropout"),
     ("llama", "fsdp_cp on 4"),
     ("llama", "context and tensor on 4, by sequence, dropout"),
+    *[(kind, plan) for kind in MIXTURES for plan in ("ddp on 2", "cp on 2", "pp on 2")],
 ]
 QUICK_PACKED = [
     ("gpt", "pipe and tensor on 4, by sequence"),
