@@ -54,7 +54,7 @@ FAMILIES: dict[str, Any] = {
 HEADS = {"bert": "AutoModel", "gpt2": "AutoModelForCausalLM", "qwen2": "AutoModelForCausalLM"}
 COMMON = (
     *("data=labelled_text", "data.file=texts.csv", "data.length=24", "data.tokenizer=words"),
-    *("model=hf_classifier", "init_from=pretrained"),
+    *("model=hf_classifier", "init_from=pretrained", "checkpoint.whole=true"),
     *("loop.global_batch=8", "loop.steps=4", "loop.log_every=1", "precision=fp64", "optimizer.lr=0.01"),
 )
 

@@ -46,19 +46,21 @@ class InitialWeights:
         source: where they lie now, if they are no longer where they were.
         """
         weights = cls(str(base.path) if base.path.exists() or source is None else source, "")
+        weights.find_again(base, network)
+        return weights
+
+    def find_again(self, base: BaseWeights, network: nn.Module) -> None:
+        """The same as `find`; Refusal where these are not the frozen weights that something began with."""
         try:
-            weights.find(network)
-            base.check(weights._path, weights._files)
+            self.find(network)
+            base.check(self._path, self._files)
         except Refusal as refusal:
             why = f"the checkpoint has no frozen weights, which began as {base.path} and lie there"
             raise Refusal(f"{why}: {refusal}; init_from=PATH says where the same lie now") from refusal
-        if missing := [name for name in base.shapes if name not in weights._found]:
-            raise Refusal(f"the frozen weights in {weights._path} do not give {format_names(missing, _SHOWN)} any more")
-        weights._base = replace(base, path=weights._path)
-        weights.lines = [
-            f"weights     {len(base.shapes)} frozen tensors from {weights._path}; the checkpoint has the rest"
-        ]
-        return weights
+        if missing := [name for name in base.shapes if name not in self._shapes]:
+            raise Refusal(f"the frozen weights in {self._path} do not give {format_names(missing, _SHOWN)} any more")
+        self._base = replace(base, path=self._path)
+        self.lines = [f"weights     {len(base.shapes)} frozen tensors from {self._path}; the checkpoint has the rest"]
 
     def base(self) -> BaseWeights | None:
         """What a checkpoint need not hold, after `find`: files are read for it. None where something else is frozen.
