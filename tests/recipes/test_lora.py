@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -196,4 +197,5 @@ def test_any_decoder_of_transformers_learns_by_adapters(
         product(Launch(), place, [*last, "job=generate", "job.prompt=Call", "job.tokens=3", "job.temperature=0"]) == 0
     )
     drawn = theirs.generate(torch.tensor([list(b"Call")]), max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert bytes(drawn[0].tolist()).decode(errors="replace") in (run / "generate" / "samples.jsonl").read_text()
+    continued = json.loads((run / "generate" / "samples.jsonl").read_text())["text"]
+    assert continued == bytes(drawn[0].tolist()).decode(errors="replace")
