@@ -30,6 +30,7 @@ class Adapted(nn.Module):
     lora_a: nn.Parameter  # (rank, in)
     lora_b: nn.Parameter  # (out, rank)
     scale: float
+    is_adapter = True  # checkpoints need not hold the layer itself
     combine = staticmethod(combined)  # of a layer that is split over ranks another one
 
     def forward(self, x: Tensor) -> Tensor:

@@ -54,10 +54,7 @@ def test_published_weights_come_from_the_cache(tmp_path: Path, monkeypatch: pyte
     state = {name: x + 0.01 * torch.rand(x.shape) if x.is_floating_point() else x for name, x in own.items()}
     save_file(state, place / "snapshots" / ("0" * 40) / "model.safetensors")
     folder = tmp_path / "run"
-    assert (
-        here(*WORDS, "init_from=pretrained", "model.freeze=[backbone]", "checkpoint.whole=true", f"run.dir={folder}")
-        == 0
-    )
+    assert here(*WORDS, "init_from=pretrained", "model.freeze=[backbone]", f"run.dir={folder}") == 0
     begun = saved(folder)
     other = {name for name, value in state.items() if begun[name].shape != value.shape}
     assert other == {"fc.weight", "fc.bias"}

@@ -110,7 +110,7 @@ class Checkpoint:
     keep: Count
     best: NonEmpty | None
     asynchronous: bool
-    whole: bool
+    whole: bool | None
     mirror: NonEmpty | None  # a URL
     on_error: Literal["warn", "stop"]
 

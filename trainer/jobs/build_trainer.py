@@ -19,7 +19,7 @@ from trainer.jobs.goodput_report import write_status
 from trainer.jobs.plan_comparison import PlanComparison
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.freezing import frozen_names
+from trainer.learning.freezing import frozen_names, has_adapters
 from trainer.learning.intervals import Trigger
 from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fused
 from trainer.loop.loss_spikes import SPIKE_POLICIES
@@ -65,11 +65,11 @@ def make_checkpoints(
 
 
 def _leave_out_frozen(run: PreparedRun, network: nn.Module, checkpoints: CheckpointManager) -> None:
-    """Collective: what nothing trains and `init_from` gave need not be in each checkpoint."""
-    frozen, wants_all = frozen_names(network), run.settings.checkpoint.whole
+    """Collective: checkpoints only say where frozen weights lie, if so wanted. The main rank decides."""
+    frozen, whole = frozen_names(network), run.settings.checkpoint.whole
+    leaves_out = frozen and run.machine.launch.is_main and (has_adapters(network) if whole is None else not whole)
     weights = {name: tensor for name, tensor in network.state_dict().items() if name in frozen}
-    base = run.initial.base() if run.machine.launch.is_main and not wants_all else None  # the main rank reads files
-    checkpoints.begin_with(base, weights)
+    checkpoints.begin_with(run.initial.base() if leaves_out else None, weights)
 
 
 def make_trainer(
@@ -85,10 +85,8 @@ def make_trainer(
     # the samples of this data rank, in micro-batches
     options, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
     train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, options)
-    something_frozen = bool(frozen_names(run.network))  # on every rank the same: it is not divided yet
     model, optimizer = build_model(run, train_loader.example(), log)
-    if something_frozen:
-        _leave_out_frozen(run, model.network, checkpoints)
+    _leave_out_frozen(run, model.network, checkpoints)
     comparison.begin(model.network)
     evaluation = make_evaluation(run)
     return Trainer(

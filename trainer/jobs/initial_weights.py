@@ -34,7 +34,7 @@ class InitialWeights:
         self._weights: WeightSource | None = None
         self._path = Path()  # what lies there,
         self._files: Sequence[Path] = ()  # in these files
-        self._found: dict[str, Sequence[int]] = {}  # what is saved of the network and was found: name → shape
+        self._shapes: dict[str, Sequence[int]] = {}  # what is saved of the network and was found: name → shape
         self._frozen: set[str] = set()  # what nothing trains
         self._under: InitialWeights | None = None  # of a checkpoint of adapters: what gives the rest
         self._base: BaseWeights | None = None
@@ -69,8 +69,10 @@ class InitialWeights:
         """
         if self._base is None and self._under is not None:
             return self._under.base()
-        if self._base is None and self._files and self._frozen and self._frozen <= self._found.keys():
-            self._base = BaseWeights.hashed(self._path, self._files, {name: self._found[name] for name in self._frozen})
+        if self._base is None and self._files and self._frozen and self._frozen <= self._shapes.keys():
+            self._base = BaseWeights.hashed(
+                self._path, self._files, {name: self._shapes[name] for name in self._frozen}
+            )
         return self._base
 
     def find(self, network: nn.Module) -> None:
@@ -113,7 +115,7 @@ class InitialWeights:
         # a count that only older files lack, and that torch's BatchNorm does without
         missing = [name for name in lacking if name not in stored_names and not name.endswith("num_batches_tracked")]
         self._path, self._files = weights.path.absolute(), weights.files
-        self._found = {name: expected[name].shape for name in sorted(saved_names) if expected[name] in loaded}
+        self._shapes = {name: expected[name].shape for name in sorted(saved_names) if expected[name] in loaded}
         self._frozen = frozen_names(network) & saved_names
         if not self._names:
             raise Refusal(_explain_no_match(weights.path, stored_names, network, replaced))

@@ -220,7 +220,7 @@ Texts = Annotated[
     list[str],
     exactly(lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of texts"),
 ]
-Shape = Annotated[
+TensorShape = Annotated[
     list[int],
     exactly(
         lambda value: isinstance(value, list) and all(type(size) is int and 0 <= size <= _WHOLE for size in value),

@@ -82,6 +82,11 @@ def frozen_names(network: nn.Module) -> set[str]:
     return {name for name, p in network.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
+def has_adapters(network: nn.Module) -> bool:
+    """Do small layers learn beside large ones that stay as they are? Their class says `is_adapter = True`."""
+    return any(getattr(module, "is_adapter", False) for module in network.modules())
+
+
 def count_trainable(network: nn.Module) -> int:
     """How many elements of the network's parameters learn."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)

@@ -23,7 +23,7 @@ from trainer.launch.typed_values import (
     DamagedFile,
     InvalidField,
     Number,
-    Shape,
+    TensorShape,
     Text,
     Texts,
     Tree,
@@ -114,7 +114,7 @@ class BaseFields(TypedDict):
 
     path: Text
     files: Annotated[dict[str, str], mapping_of(FileName, Sha256)]
-    tensors: Annotated[dict[str, list[int]], mapping_of(Text, Shape)]
+    tensors: Annotated[dict[str, list[int]], mapping_of(Text, TensorShape)]
 
 
 class StateFields(TypedDict):
