@@ -320,6 +320,7 @@ class Decoder(nn.Module):
             ("blocks.*",),
             cuts=(f"blocks.{len(self.blocks) // 2}",),
             context=context_plan(learned, self.window is not None, mlps),
+            experts=tuple(name for name, module in self.named_modules() if isinstance(module, Experts)),
             counters=tuple(f"{name}.counts" for name, module in self.named_modules() if isinstance(module, Router)),
         )
 

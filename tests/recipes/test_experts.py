@@ -11,7 +11,12 @@ from torch.nn import functional
 
 from recipes.language.decoder import Decoder
 from recipes.language.experts import Mixture, Router, Routing, figures
+from recipes.language.next_token import NextToken
 from trainer.messages import Refusal
+from trainer.parallel.expert_parallel import ExpertRanks
+from trainer.strategies.auto import mesh
+from trainer.strategies.fsdp import FSDP
+from trainer.strategies.machine import Machine
 
 SIZES: dict[str, Any] = {"vocab_size": 30, "context": 16, "width": 16, "depth": 2, "heads": 4}
 LLAMA: dict[str, Any] = {**SIZES, "norm": "rms", "mlp": "swiglu", "rotary": 1e4, "bias": False, "tied": False}
@@ -142,3 +147,33 @@ def test_it_generates_as_it_scores() -> None:
         scores = network(whole[:, :length])["tokens"][:, -1]
         assert int(scores.argmax()) == int(whole[0, length])
     assert any(isinstance(module, Router) for module in network.modules())
+
+
+@pytest.mark.parametrize(
+    ("expert", "data_ranks", "said"),
+    [
+        (
+            3,
+            4,
+            "4 data ranks (replicate × shard × context) / strategy.expert 3 is not whole; degrees that work: 1, 2, 4",
+        ),
+        (3, 6, "4 experts of blocks.0.mlp.experts / strategy.expert 3 is not whole; degrees that work: 1, 2, 4"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused(expert: int, data_ranks: int, said: str) -> None:
+    network = Decoder(**LLAMA, experts=4)
+    with pytest.raises(Refusal) as caught:
+        ExpertRanks.refuse(network, network.plan(), expert, data_ranks)
+    assert str(caught.value) == said
+
+
+def test_so_are_networks_without_experts_and_what_experts_do_not_go_with() -> None:
+    dense, mixed = Decoder(**LLAMA), Decoder(**LLAMA, experts=4)
+    machine = Machine(device="cpu")
+    with pytest.raises(Refusal, match=r"strategy\.expert=2: Decoder has no experts"):
+        FSDP(machine=machine, expert=2).check(NextToken(), dense, 2)
+    for words in ({"param_dtype": "bf16"}, {"cpu_offload": True}):
+        with pytest.raises(Refusal, match=r"strategy\.expert=2 strategy\..*: experts are not gathered"):
+            FSDP(machine=machine, expert=2, **words).check(NextToken(), mixed, 2)
+    with pytest.raises(Refusal, match=r"strategy\.pipe=2 and strategy\.expert=2"):
+        mesh(machine, pipe=2, shard=2, expert=2)

@@ -80,11 +80,23 @@ DECODERS = [
     if "tied" not in kind or ("loss_parallel" not in PLANS[plan][1] and "pp" not in plan and "pipe" not in plan)
 ]
 # mixtures of experts: each plan with one of them
+EXPERTS = {
+    "fsdp, expert on 2": (2, "", Case("mesh", {"shard": 2, "expert": 2})),
+    "copies, expert on 2": (2, "", Case("mesh", {"replicate": 2, "expert": 2})),
+    "fsdp, expert on 4": (4, "", Case("fsdp", {"expert": 2, "activation_checkpointing": "units"})),
+    "hsdp, expert on 4": (4, "", Case("mesh", {"replicate": 2, "shard": 2, "expert": 4})),
+    "context and expert on 4": (4, "", Case("fsdp", {"context": 2, "expert": 4})),
+    "tensor and expert on 4, by sequence": (4, " sequence", Case("fsdp", {"tensor": 2, "expert": 2})),
+}
 MIXTURES = ("experts biased", "experts limited", "experts behind")
 DECODERS += [(MIXTURES[number % 3], plan) for number, plan in enumerate(PLANS)]
+DECODERS += [(kind, plan) for kind in MIXTURES for plan in EXPERTS]
+PLANS |= EXPERTS
 QUICK_DECODERS = [
     ("experts behind", "fsdp_tp on 4, by sequence"),
     ("experts limited", "ddp_cp on 4, dropout"),
+    ("experts limited", "fsdp, expert on 4"),
+    ("experts biased", "tensor and expert on 4, by sequence"),
     ("gpt", "pipe and tensor on 4, by sequence"),
     ("gpt tied", "ddp_cp on 4, dropout"),
     ("llama", "context and tensor on 4"),
@@ -237,7 +249,7 @@ def test_stretches_go_on_where_whole_sequences_stopped_and_the_other_way_round(t
 def test_experts_and_their_bias_go_on_under_one_strategy_after_the_other(train: Any, tmp_path: Path) -> None:
     whole = Case(network="experts biased", task="next", precision="fp64", steps=10)
     (reference,) = train(1, whole)
-    stations = ["fsdp on 3", "tp on 2", "pp on 2", "zero1 on 3", "cp on 2"]
+    stations = ["fsdp, expert on 4", "tp on 2", "copies, expert on 2", "zero1 on 3", "fsdp, expert on 2"]
     path, start = str(tmp_path), 0
     for name in stations:
         size, _, case = PLANS[name]
@@ -245,11 +257,14 @@ def test_experts_and_their_bias_go_on_under_one_strategy_after_the_other(train: 
         ranks = train(size, here.but(steps=start + 2, save=start + 2))
         assert max(apart(ranks[0]["losses"], reference["losses"][start : start + 2])) < 1e-10, name
         start += 2
-    unbroken, _ = train(2, whole.but(strategy="ddp"))
-    train(2, whole.but(strategy="ddp", folder=path, save=3, steps=3))
-    again, _ = train(2, whole.but(strategy="ddp", folder=path, start=3))
-    assert again["losses"] == unbroken["losses"][3:]  # to the bit
-    assert again["weights"] == unbroken["weights"]
+    for number, here in enumerate((Case("ddp"), PLANS["fsdp, expert on 2"][2])):
+        case = whole.but(strategy=here.strategy, fields=here.fields)
+        unbroken, _ = train(2, case)
+        path = str(tmp_path / str(number))
+        train(2, case.but(folder=path, save=3, steps=3))
+        again, _ = train(2, case.but(folder=path, start=3))
+        assert again["losses"] == unbroken["losses"][3:]  # to the bit
+        assert again["weights"] == unbroken["weights"]
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from trainer.learning.muon import Muon
 from trainer.learning.optimizer import find_elementwise, parameter_groups
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.device_mesh import to_local
+from trainer.parallel.meta_model import all_in_state_dict
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy
@@ -470,6 +471,8 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
     make_network = NETWORKS[case.network]
     # what is read need not be built
     network = strategy.outline(make_network)[0] if case.start else built(strategy, make_network)
+    if case.start and not all_in_state_dict(network):
+        network = built(strategy, make_network)
     strategy.check(task, network, launch.world_size)
     make = make_optimizer(case.optimizer)
     elementwise = find_elementwise(make, network)

@@ -25,6 +25,9 @@ class Plan:
     cuts: tuple[str, ...] = ()  # first module of each pipeline stage after the first; empty: equal stages
     # module name → how it works on a stretch of each sequence: trainer.GatheredKeys, RingAttention, ShiftedPlaces
     context: dict[str, ParallelStyle] = field(default_factory=dict)
+    # modules that `strategy.expert` spreads: the first dimension of their parameters are experts, and their method
+    # compute(rows, chosen) gets rows in the order of their experts, and the experts' numbers in any order
+    experts: tuple[str, ...] = ()
     # integer buffers in which forwards of a step count, by name: before `after_step` they hold the sum over the global
     # batch, and their module's `counted()` is called
     counters: tuple[str, ...] = ()

@@ -159,7 +159,9 @@ def _replicated_parameters(network: nn.Module, ranks: int, how: Sharding) -> set
     if how.param_dtype:
         of_norms = {parameter for norm in all_batch_norms(network) for parameter in norm.parameters()}
         return of_norms | {parameter for parameter in network.parameters() if parameter.dim() == 0}
-    return {parameter for parameter in network.parameters() if _shard_dim(parameter, ranks) is None}
+    # experts of which other data ranks have others are not gathered either
+    whole = (p for p in network.parameters() if "expert" in split_axes(p) or _shard_dim(p, ranks) is None)
+    return set(whole)
 
 
 def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:
@@ -217,8 +219,8 @@ def _refuse_foreign_parameters(name: str, unit: nn.Module) -> None:
 
 
 def unsharded_parameters(network: nn.Module) -> list[nn.Parameter]:
-    """The parameters that lie on no axis "shard": each data rank holds the same of them, and its own gradient."""
-    return [parameter for parameter in network.parameters() if "shard" not in split_axes(parameter)]
+    """The parameters on no axis "shard" or "expert": each data rank holds the same of them, and its own gradient."""
+    return [parameter for parameter in network.parameters() if not {"shard", "expert"} & {*split_axes(parameter)}]
 
 
 def reshard(root: nn.Module) -> None:

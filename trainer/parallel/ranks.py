@@ -90,6 +90,10 @@ class Ranks:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
         return [tensor]
 
+    def all_to_all(self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None) -> Tensor:
+        """Collective: so many rows go to each rank, in rank order, and so many come; None: as many to each."""
+        return rows
+
     def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: the plain values of all ranks, in rank order. What one rank decides, `broadcast_value` sends."""
         return [value]
@@ -196,6 +200,12 @@ class Group(Ranks):
         ]  # in order as well: NCCL copies memory, not values
         dist.all_gather(tensors, local, group=self.group)  # these ranks; every tensor to all
         return tensors
+
+    def all_to_all(self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None) -> Tensor:
+        """Collective: so many rows go to each rank, in rank order, and so many come; None: as many to each."""
+        arrived = rows.new_empty(len(rows) if receives is None else sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=self.group)  # these ranks
+        return arrived
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """Collective: the plain values of all ranks, in rank order; they travel as CPU tensors."""

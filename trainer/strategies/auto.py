@@ -41,6 +41,7 @@ def mesh(
     context: int = 1,
     attention: ContextAttention = "auto",
     tensor: int = 1,
+    expert: int = 1,
     schedule: ScheduleName = "1F1B",
     param_dtype: Literal["bf16"] | None = None,
     async_tp: bool = False,
@@ -57,8 +58,15 @@ def mesh(
             f"strategy.pipe={pipe} and strategy.context={context}: the stages of a pipeline take whole sequences;"
             " strategy.pipe=1 with strategy.shard or strategy.tensor, or strategy.context=1"
         )
+    if pipe > 1 and expert > 1:
+        raise Refusal(
+            f"strategy.pipe={pipe} and strategy.expert={expert}: the stages of a pipeline keep all experts of their"
+            " blocks; strategy.pipe=1, or strategy.expert=1"
+        )
     make = (
-        partial(FSDP, context=context, attention=attention) if pipe == 1 else partial(PP, pipe=pipe, schedule=schedule)
+        partial(FSDP, context=context, attention=attention, expert=expert)
+        if pipe == 1
+        else partial(PP, pipe=pipe, schedule=schedule)
     )
     return make(
         machine=machine,

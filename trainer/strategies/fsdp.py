@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from trainer.learning.task import Task
 from trainer.messages import Refusal
+from trainer.parallel.expert_parallel import ExpertRanks
 from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
 from trainer.parallel.module_units import find_units
 from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
@@ -34,6 +35,7 @@ class FSDP(Meshed):
     shard: int | None = None  # ranks that one copy is spread over; None: what the others leave
     context: int = 1  # ranks that share samples by sequence, by the plan; parameters are spread over them, too
     tensor: int = 1  # ranks that a layer is split over, by the plan; keep them on one machine
+    expert: int = 1  # of replicate × shard × context ranks so many share the experts of each block, by the plan
     reshard_after_forward: bool = True  # true: gathered anew for the backward (ZeRO-3); false: kept until then (ZeRO-2)
     sync_micro_batches: bool = False  # gradients travel after each micro-batch: more traffic, no whole gradient is kept
     param_dtype: Literal["bf16"] | None = None  # what parameters are gathered in; masters stay fp32. None: as they are
@@ -43,14 +45,30 @@ class FSDP(Meshed):
     @property
     @override
     def name(self) -> str:
-        words = {"hsdp" if self.replicate > 1 else "fsdp": 2, "cp": self.context, "tp": self.tensor}
+        words = {"hsdp" if self.replicate > 1 else "fsdp": 2, "cp": self.context, "tp": self.tensor, "ep": self.expert}
         return "_".join(word for word, degree in words.items() if degree > 1)
 
     @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse also units that are not there."""
+        """Refuse also units that are not there, and experts that cannot be spread."""
         super().check(task, network, world_size)
-        find_units(network, task.plan(network))
+        plan = task.plan(network)
+        find_units(network, plan)
+        if self.expert < 1:
+            raise Refusal(f"strategy.expert={self.expert}: a degree is 1 (nothing) or more")
+        if self.expert > 1:
+            ExpertRanks.refuse(network, plan, self.expert, world_size // self.tensor)
+            for key, value in (("param_dtype", self.param_dtype), ("cpu_offload", self.cpu_offload)):
+                if value:
+                    raise Refusal(
+                        f"strategy.expert={self.expert} strategy.{key}={str(value).lower()}: experts are not gathered,"
+                        f" so they would stay as they are; leave {key} out, or strategy.expert=1"
+                    )
+
+    @override
+    def notes(self, network: nn.Module) -> list[str]:
+        mesh, *others = super().notes(network)
+        return [f"{mesh}; experts over {self.expert} data ranks", *others] if self.expert > 1 else [mesh, *others]
 
     @override
     def refuse_compile(self, micro_batches: int) -> None:

@@ -31,6 +31,7 @@ from trainer.parallel.device_mesh import (
     ranks_along,
     resolve_degrees,
 )
+from trainer.parallel.expert_parallel import ExpertRanks
 from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.process_group import join_group, leave_group, refuse_backend
@@ -123,6 +124,7 @@ class Meshed(Joined):
     async_tp: bool = False  # what tensor ranks send travels in pieces, beside compiled matrix products
     mesh: DeviceMesh = field(init=False, repr=False)  # axes by what ranks hold
     context_group: Ranks = field(init=False, repr=False)  # ranks that have other parts of the same sequences
+    experts: ExpertRanks = field(init=False, repr=False)  # the ranks by the experts that they hold
     _learning: Ranks = field(init=False, repr=False)
 
     def degrees(self, world_size: int) -> dict[str, int]:
@@ -223,8 +225,10 @@ class Meshed(Joined):
                 share_memory(self.mesh.get_group("tensor"))
         self._learning, self.context_group = ranks_along(self.mesh, "replicate", "shard"), Ranks()
         self.data_group = self._learning
+        expert, tensor = vars(self).get("expert", 1), degrees.get("tensor", 1)
+        self.experts = ExpertRanks(self.device.type, self.world.size, expert, tensor)
         if context > 1:
-            reading = make_sequence_mesh(self.device.type, self.world.size, context, degrees.get("tensor", 1))
+            reading = make_sequence_mesh(self.device.type, self.world.size, context, tensor)
             self.context_group, self.data_group = (ranks_along(reading, axis) for axis in ("context", "samples"))
 
     @override
@@ -261,12 +265,12 @@ class Meshed(Joined):
 
     def places(self) -> list[dict[str, int]]:
         """Where each rank is along each axis of the mesh: as the mesh says, so nobody need be asked."""
-        return places(self.mesh)
+        return [place | self.experts.place(rank) for rank, place in enumerate(places(self.mesh))]
 
     @override
     def groups(self) -> list[ProcessGroup]:
         """The groups in fields, and those along each axis of the mesh."""
-        return [*super().groups(), *self.mesh.get_all_groups()]
+        return [*super().groups(), *self.mesh.get_all_groups(), *self.experts.groups()]
 
     @override
     def notes(self, network: nn.Module) -> list[str]:

@@ -24,6 +24,7 @@ from trainer.strategies.rank_context import RankContext
 
 # ways to split a tensor: the axes of the mesh along which ranks hold different shards of it
 SPLITS = [kind for count in range(len(AXES)) for kind in combinations(AXES[1:], count)]
+SPLITS += [("expert",), ("expert", "tensor")]
 _CPU = torch.device("cpu")
 
 

@@ -70,7 +70,10 @@ class ShardedModel(ParallelModel):
         return [self.network]
 
     def _split(self, network: nn.Module, plan: Plan) -> None:
-        """Split the layers that the plan names over the tensor ranks, if there are any, and their random numbers."""
+        """Split the layers that the plan names over the tensor ranks, if there are any, and their random numbers.
+
+        Then spread its experts over data ranks.
+        """
         if self._tensor_ranks.size > 1:
             # in place: DTensors, as yet without values
             frozen = frozen_names(network)
@@ -78,6 +81,7 @@ class ShardedModel(ParallelModel):
             for name in frozen:  # torch's SequenceParallel makes new parameters, which learn
                 network.get_parameter(name).requires_grad_(False)
             self.rng.follow_plan(network, plan, self._tensor_ranks)
+        self.strategy.experts.apply(network, plan)
 
     @override
     def shard(self, names: list[str]) -> None:
@@ -106,6 +110,7 @@ class ShardedModel(ParallelModel):
         redistribute_gradients(self.network.parameters())
         # then the mean over the data ranks, of what fully_shard has not averaged in the backward
         average_gradients(self._copied, self.strategy.loss_group, self.strategy.bucket_mb * 2**20)
+        self.strategy.experts.average_gradients(self.network)
         # last: afterwards gradients are the same bits on all tensor ranks
         self._shared.broadcast_gradients()
         if self.before_first_step and self.machine.compare_copies:
