@@ -22,7 +22,7 @@ THREADS = "scripts/control_plane/ranks_as_threads.py"
 # name → the one file that uses it; the reason stands above
 PRIVATE = {
     # How torch splits a layer by a style; whoever splits a little more than it does has no public name to call.
-    "torch.distributed.tensor.parallel.ColwiseParallel._apply": "recipes/text/lora_splits.py",
+    "torch.distributed.tensor.parallel.ColwiseParallel._apply": "recipes/lora_splits.py",
     # The base of all BatchNorms, torch's SyncBatchNorm among them: whoever asks a network for its statistics means
     # these, too, and the public ones (1d, 2d, 3d) have no other base in common.
     "torch.nn.modules.batchnorm._BatchNorm": "trainer/parallel/batch_norm.py",

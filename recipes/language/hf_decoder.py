@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from recipes.lora import adapt, merge
+from recipes.lora_splits import with_adapters
 from recipes.text.classifier import configuration, published, refuse_texts
-from recipes.text.lora import adapt, merge
-from recipes.text.lora_splits import with_adapters
 from recipes.text.tokenizer import loaded
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, first_line

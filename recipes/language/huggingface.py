@@ -18,7 +18,7 @@ from recipes.language.experts import Mixture
 from recipes.language.pairs import Pair, same
 from recipes.language.rotary_scaling import words_of
 from recipes.language.settings import refuse_others
-from recipes.text.lora import OWN
+from recipes.lora import OWN
 from trainer.messages import Refusal
 
 # What Llama and GPT-2 call the layers of a block, of which one of ours is one of theirs.

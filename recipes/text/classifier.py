@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.hub import located, own_code
-from recipes.text.lora import OWN, adapt, merge
+from recipes.lora import OWN, adapt, merge
 from recipes.text.pooling import POOLS, usual
 from trainer.messages import Refusal, did_you_mean, first_line
 

@@ -90,7 +90,9 @@ class Ranks:
         """Collective: the tensors of all ranks, in rank order; shapes must agree."""
         return [tensor]
 
-    def all_to_all(self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None) -> Tensor:
+    def all_to_all(
+        self, rows: Tensor, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
+    ) -> Tensor:
         """Collective: so many rows go to each rank, in rank order, and so many come; None: as many to each."""
         return rows
 
@@ -105,10 +107,6 @@ class Ranks:
     def gather(self, tensor: Tensor) -> tuple[list[Tensor], Waitable]:
         """Collective: start sending the main rank a tensor of each rank, which it has after wait(); others get none."""
         return [tensor], COMPLETED
-
-    def exchange(self, flat: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
-        """Collective: so many numbers of a flat tensor go to each rank; what came from each, in rank order."""
-        return flat
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived."""
@@ -201,10 +199,13 @@ class Group(Ranks):
         dist.all_gather(tensors, local, group=self.group)  # these ranks; every tensor to all
         return tensors
 
-    def all_to_all(self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None) -> Tensor:
+    def all_to_all(
+        self, rows: Tensor, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
+    ) -> Tensor:
         """Collective: so many rows go to each rank, in rank order, and so many come; None: as many to each."""
         arrived = rows.new_empty(len(rows) if receives is None else sum(receives), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=self.group)  # these ranks
+        came, went = (None if sizes is None else [*sizes] for sizes in (receives, sends))
+        dist.all_to_all_single(arrived, rows.contiguous(), came, went, group=self.group)  # these ranks
         return arrived
 
     def all_gather_values(self, value: Any) -> list[Any]:
@@ -235,13 +236,6 @@ class Group(Ranks):
         # these ranks; each sends its tensor to the first
         work = dist.gather(tensor, tensors or None, dst=self._first, group=self.group, async_op=True)
         return tensors, work or COMPLETED
-
-    def exchange(self, flat: Tensor, counts: Sequence[int], expected: Sequence[int]) -> Tensor:
-        """Collective: so many numbers of a flat tensor go to each rank; what came from each, in rank order."""
-        came = flat.new_empty(sum(expected))
-        # these ranks; each sends each other one its numbers
-        dist.all_to_all_single(came, flat, list(expected), list(counts), group=self.group)
-        return came
 
     def barrier(self) -> None:
         """Collective: return when every rank has arrived. A CPU tensor travels, so a GPU is not waited for."""

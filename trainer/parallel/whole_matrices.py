@@ -87,7 +87,7 @@ class MatrixOwners:
         flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
         counts, expected = ([sum(x.numel() for x in tensors) for tensors in lists] for lists in (sent, spaces))
         # the ranks that hold these matrices; each shard once, to its owner or from it
-        came = self._ranks.exchange(flat, counts, expected)
+        came = self._ranks.all_to_all(flat, counts, expected)
         inside = [space for tensors in spaces for space in tensors]
         for space, piece in zip(inside, came.split([space.numel() for space in inside]), strict=True):
             space.copy_(piece.view(space.shape))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.functional import linear
 
-from recipes.text.lora import OWN, Adapted
+from recipes.lora import OWN, Adapted
 
 
 class _Columns(ColwiseParallel):
