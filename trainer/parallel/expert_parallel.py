@@ -76,7 +76,8 @@ class ExpertRanks:
         if self._mesh:
             spread = [x.grad for x in network.parameters() if x.grad is not None and "expert" in split_axes(x)]
             gradients = [to_local(gradient) for gradient in spread]
-            torch._foreach_div_(gradients, self.degree)
+            for gradient in gradients:
+                gradient.div_(self.degree)
             average_tensors(gradients, ranks_along(self._mesh, "copies"))  # the ranks with the same; every gradient
 
     def place(self, rank: int) -> dict[str, int]:
