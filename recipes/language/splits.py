@@ -76,7 +76,7 @@ class SplitExperts(ParallelStyle):
 
     def __init__(self, stream: Placement) -> None:
         super().__init__()
-        self._stream = stream
+        self.output_layouts = stream  # by this name dropout behind it knows which tokens are here
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Split the weights, (experts, inner, width) and (experts, width, inner). torch calls this method."""
@@ -84,7 +84,7 @@ class SplitExperts(ParallelStyle):
             split = distribute_tensor(getattr(module, name), device_mesh, [Shard(dim)])
             module.register_parameter(name, nn.Parameter(split))
         module.register_forward_pre_hook(partial(_enter, device_mesh))
-        module.register_forward_hook(partial(_leave, device_mesh, self._stream))
+        module.register_forward_hook(partial(_leave, device_mesh, self.output_layouts))
         return module
 
 
@@ -109,9 +109,8 @@ def _by_sequence(tied: bool, learned: bool) -> dict[str, ParallelStyle]:
         "norm": SequenceParallel(),
     }
     if learned:
-        plan["position"] = PrepareModuleOutput(
-            output_layouts=Replicate(), desired_output_layouts=Shard(-2)
-        )  # (…, T, width)
+        # of (T, width), or (B, T, width) where documents are packed
+        plan["position"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(-2))
     if tied:
         plan["embed"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
         plan["head"] = PrepareModuleInput(**WHOLE, use_local_output=True)  # for a weight that is no DTensor

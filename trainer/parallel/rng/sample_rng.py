@@ -188,14 +188,16 @@ class SampleRNG(TorchRNG):
         """Activations lie as this layout says from here on. values: a module's arguments, its output if it has one."""
         layouts = layout if isinstance(layout, tuple) else (layout,)
         shards = [each for each in layouts if isinstance(each, Shard)]
-        if any(shard.dim == 0 for shard in shards):
-            return  # what has its tokens first has no batch: vectors of positions, which are added to what has one
-        self.shard = self._sequence_shard
         for shard in shards:
-            x = first_tensor(values[-1])  # (B, T, C) or (B, C)
-            is_last = shard.dim in (-1, x.dim() - 1)
-            local = ActivationShard(-1 if is_last else shard.dim, x.shape[-1], Pieces((ranks.rank,), ranks.size))
+            x = first_tensor(values[-1])  # (B, T, C) or (B, C), or (T, C)
+            dim = shard.dim % x.dim()
+            if dim == 0:
+                return  # what has its tokens first has no batch: vectors of positions, which are added to what has one
+            last = dim == x.dim() - 1
+            local = ActivationShard(-1 if last else dim, x.shape[-1], Pieces((ranks.rank,), ranks.size))
             self.shard = self._sequence_shard.within(local) if self._sequence_shard else local
+        if not shards:
+            self.shard = self._sequence_shard
 
     def _begin(self, *begun: Any) -> None:
         """A forward begins: (kind, step, indices, place)."""
