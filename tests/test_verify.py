@@ -178,6 +178,8 @@ QUICK = (
     "stale_activation",
     "lost_position",
     "stays_in_evaluation",
+    "experts_summed",
+    "router_of_a_rank",
 )
 
 

@@ -6,10 +6,10 @@ reference. `python -m tests.planted` shows one, or all in a table.
 
 from contextlib import ExitStack
 
-from tests.planted import afterwards, copies, draws, mistakes, restarts, shards, stages, steps
+from tests.planted import afterwards, copies, draws, experts, mistakes, restarts, shards, stages, steps
 from tests.planted.plant import planted, wanted
 
-_PARTS = (copies, shards, stages, draws, steps, restarts, afterwards)
+_PARTS = (copies, shards, stages, draws, steps, restarts, afterwards, experts)
 PRODUCT = {name: plant for part in _PARTS for name, plant in part.PLANTS.items()}
 PLANTS = {**mistakes.PLANTS, **PRODUCT}
 

@@ -32,6 +32,8 @@ VIT = (
     "loop.global_batch=24",
 )
 GPT = (*_RUN, *_DECODER, "data.size=64", "data.evaluation_size=16", "task=tokens", "loop.global_batch=8")
+_MOE = ("model=moe_nano", "model.width=32", "model.depth=2", "model.experts=4", "model.dense_first=0")
+MOE = (*_RUN, *_MOE, *_DECODER[3:], *GPT[len(_RUN) + len(_DECODER) :])
 EXACT = "precision=fp64"  # a proof has no second half then, in another precision, where most finds nothing new
 DROPOUT = "model.dropout=0.1"
 
