@@ -118,7 +118,7 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that say something; those of rotary positions, which versions of transformers keep apart, alike."""
     rope = config.get("rope_parameters") or {}
-    scaled = dict(config.get("rope_scaling") or rope)
+    scaled = {**(config.get("rope_scaling") or rope), "partial_rotary_factor": None}  # which is looked at below
     if scaled.get("rope_type", scaled.get("type")) in ("llama3", "yarn") and "max_position_embeddings" in config:
         scaled.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     rotary = {

@@ -88,7 +88,7 @@ def test_settings_of_a_folder_of_experts_make_its_network(family: str, tmp_path:
     torch.testing.assert_close(again.eval()(tokens), own(tokens), rtol=0, atol=0)
     with pytest.raises(Refusal, match=r"num_experts_per_tok 2, here 1 \(model\.active=2\)"):
         Decoder(**{**words, "context": 16, "active": 1}).translated(load_file(tmp_path / "model.safetensors"), config)
-    more: dict[str, Any] = {"sliding_window": 8} if family == "mixtral" else {"use_qk_norm True, here False": True}
+    more: dict[str, Any] = {"sliding_window": 8} if family == "mixtral" else {"use_qk_norm": True}
     with pytest.raises(Refusal, match=r"window 8|use_qk_norm True, here False"):
         again.translated(load_file(tmp_path / "model.safetensors"), {**config, **more})
 
