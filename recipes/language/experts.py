@@ -158,10 +158,15 @@ class Experts(nn.Module):
         counts = chosen.new_zeros(len(gate) + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
         results, begin = [], 0
         # the host must know how many rows each expert has
-        for count, *mlp in zip(counts[:-1].tolist(), gate, up, down, strict=True):
+        for count, *mlp in zip(_known(counts[:-1], len(rows)), gate, up, down, strict=True):
             results.append(_gated(rows[begin : begin + count], *mlp))
             begin += count
         return torch.cat([*results, results[0].new_zeros(max(len(rows) - begin, 0), rows.shape[1])])
+
+
+def _known(counts: Tensor, rows: int) -> list[int]:
+    """Rows of each expert as the host knows them; of a shape without values, as a plan has it, even shares."""
+    return counts.tolist() if type(counts) is Tensor else [rows // len(counts)] * len(counts)
 
 
 def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
