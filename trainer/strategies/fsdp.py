@@ -58,6 +58,11 @@ class FSDP(Meshed):
             raise Refusal(f"strategy.expert={self.expert}: a degree is 1 (nothing) or more")
         if self.expert > 1:
             ExpertRanks.refuse(network, plan, self.expert, world_size // self.tensor)
+            if self.machine.compile is not None:
+                raise Refusal(
+                    f"strategy.expert={self.expert} compile.mode={self.machine.compile.mode}: not tried with tokens that"
+                    " travel inside a compiled unit; compile.mode=null, or strategy.expert=1"
+                )
             for key, value in (("param_dtype", self.param_dtype), ("cpu_offload", self.cpu_offload)):
                 if value:
                     raise Refusal(
