@@ -60,8 +60,8 @@ class FSDP(Meshed):
             ExpertRanks.refuse(network, plan, self.expert, world_size // self.tensor)
             if self.machine.compile is not None:
                 raise Refusal(
-                    f"strategy.expert={self.expert} compile.mode={self.machine.compile.mode}: not tried with tokens that"
-                    " travel inside a compiled unit; compile.mode=null, or strategy.expert=1"
+                    f"strategy.expert={self.expert} compile.mode={self.machine.compile.mode}: not tried with tokens"
+                    " that travel inside a compiled unit; compile.mode=null, or strategy.expert=1"
                 )
             for key, value in (("param_dtype", self.param_dtype), ("cpu_offload", self.cpu_offload)):
                 if value:
