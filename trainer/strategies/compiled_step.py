@@ -52,6 +52,11 @@ class CompiledStepModel(ParallelModel):
                 "compile.mode=step: a state that passes from batch to batch is no part of the graph; use"
                 " compile.mode=default"
             )
+        if self.plan.counters:
+            raise Refusal(
+                f"compile.mode=step: {type(self.network).__name__} counts in its forward (Plan(counters=…)), as mixtures"
+                " of experts do, and one graph cannot; use compile.mode=default"
+            )
         trained = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         used = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world).parameters
         if unsure := sorted(trained - used):

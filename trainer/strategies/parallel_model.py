@@ -247,10 +247,8 @@ class ParallelModel:
 
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch, after `cast`, whether it counts or not: ranks may need each other to compute."""
-        output = self.carried.wrap_forward(self.forward, batch, training=False)(inputs, targets)
-        return evaluation_sums(
-            self.task, self.rng.call_outside, self.gather_output(output), targets, len(batch.indices)
-        )
+        output = self.gather_output(self.carried.wrap_forward(self.forward, batch, training=False)(inputs, targets))
+        return evaluation_sums(self.task, self.rng.call_outside, output, targets, len(batch.indices))
 
     def after_step(self, step: int) -> None:
         """Collective where a plan has counters: add them up. Let the task change the network; move the average."""
