@@ -54,8 +54,8 @@ class CompiledStepModel(ParallelModel):
             )
         if self.plan.counters:
             raise Refusal(
-                f"compile.mode=step: {type(self.network).__name__} counts in its forward (Plan(counters=…)), as mixtures"
-                " of experts do, and one graph cannot; use compile.mode=default"
+                f"compile.mode=step: {type(self.network).__name__} counts in its forward (Plan(counters=…)), as"
+                " mixtures of experts do, and one graph cannot; use compile.mode=default"
             )
         trained = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
         used = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world).parameters
