@@ -47,7 +47,7 @@ def test_every_combination_is_a_run_and_the_last_word_changes_fastest() -> None:
         (["seed=3", "seed=1,2"], ["0_seed=1", "1_seed=2"]),  # the last word for a key holds
         (["seed=1,2", "seed=3"], ["0_seed=3"]),
         (["+optimizer.amsgrad=true,false"], ["0_+optimizer.amsgrad=True", "1_+optimizer.amsgrad=False"]),
-        (["model=glob(*,exclude=[a*,r*,t*,v*,g*,l*,h*,cnn])"], ["0_model=mlp"]),
+        (["model=glob(*,exclude=[a*,r*,t*,v*,g*,l*,h*,d*,mi*,mo*,cnn])"], ["0_model=mlp"]),
         (["log=[console],[]", "run.name=x"], ["0_log=_console", "1_log="]),
         (["run.name=x"], ["0"]),
         (["hydra.mode=MULTIRUN", "hydra/launcher=basic", "seed=1,2"], ["0_seed=1", "1_seed=2"]),

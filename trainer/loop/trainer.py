@@ -226,7 +226,8 @@ class Trainer:
         """Collective: save a checkpoint. BadStep or ReplicaDriftError instead of saving a broken network."""
         self._monitor.write()
         facts = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
-        facts["spikes"] = self._monitor.spike_state()
+        if spikes := self._monitor.spike_state():
+            facts["spikes"] = spikes
         with self._settled():
             tensors = self.model.state(self.optimizer)
             self._monitor.check_before_save(self.progress.step, tensors)
