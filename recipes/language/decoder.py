@@ -77,15 +77,11 @@ class Decoder(nn.Module):
         super().__init__()
         groups = heads if groups is None else groups
         _refuse(width, heads, groups, norm, mlp, context, length)
+        _refuse_window(window, window_from)
         routing = Routing(experts or 0, active, scores, normalised, scaling, capacity, bias_rate, auxiliary)
         if experts is not None:
             routing.refuse()
             _refuse_dense(dense_first, depth)
-        if (window is not None and window < 1) or window_from < 0:
-            raise Refusal(
-                f"model.window={window}, model.window_from={window_from}: tokens that a token sees, itself among them,"
-                " 1 or more (null: all before it); and the first block in which it is so, 0 or more"
-            )
         if tied and loss_parallel:
             raise Refusal(
                 "model.loss_parallel=true splits the head, which a tied embedding keeps whole: model.tied=false"
@@ -264,6 +260,14 @@ def _positions(head_width: int, context: int, base: float | None, scaling: Mappi
             "model.rotary_scaling scales rotary positions, and model.rotary=null has none: model.rotary=500000"
         )
     return NoRotary() if base is None else Rotary(head_width, context, base, scaling_of(scaling))
+
+
+def _refuse_window(window: int | None, window_from: int) -> None:
+    if (window is not None and window < 1) or window_from < 0:
+        raise Refusal(
+            f"model.window={window}, model.window_from={window_from}: tokens that a token sees, itself among them, 1 or"
+            " more (null: all before it); and the first block in which it is so, 0 or more"
+        )
 
 
 def _refuse_dense(dense_first: int, depth: int) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from recipes.lora import adapt, merge
 from recipes.lora_splits import with_adapters
-from recipes.text.classifier import configuration, published, refuse_texts
+from recipes.text.classifier import configuration, published, refuse_texts, stop_dropout
 from recipes.text.tokenizer import loaded
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, first_line
@@ -52,11 +52,8 @@ class HFDecoder(nn.Module):
         if lora is not None:
             self.requires_grad_(False)
             adapt(self.body.base_model, lora, lora_alpha, lora_layers)
-        for module in self.body.modules() if not dropout else ():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            elif isinstance(getattr(module, "attention_dropout", None), float):
-                vars(module)["attention_dropout"] = 0.0
+        if not dropout:
+            stop_dropout(self.body)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers (B, T) to scores (B, T, vocabulary)."""

@@ -170,23 +170,7 @@ def configuration(network: Any) -> dict[str, Any]:
     kind = "SwiGLU" if mixture else type(block.mlp).__name__
     form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
     if network.position is not None:
-        known = form in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) and network.window is None
-        if not known or network.groups != network.heads:
-            raise Refusal(_STRANGE)
-        return {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            **common,
-            "n_positions": network.context,
-            "n_embd": width,
-            "n_layer": len(network.blocks),
-            "n_head": network.heads,
-            "n_inner": block.mlp.up.out_features,
-            "activation_function": "gelu_new" if kind == "TanhMLP" else "gelu",
-            "layer_norm_epsilon": network.norm.eps,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-        }
+        return common | _gpt2(network, form)
     family = "Qwen2" if block.attention.qkv.bias is not None else "Llama" if network.window is None else "Mistral"
     if form != ("RMSNorm", "SwiGLU", False) or (network.window_from and family == "Mistral"):
         raise Refusal(_STRANGE)
@@ -217,6 +201,26 @@ def configuration(network: Any) -> dict[str, Any]:
             if mixture
             else {"intermediate_size": block.mlp.up.out_features}
         ),
+    }
+
+
+def _gpt2(network: Any, form: tuple[str, str, bool]) -> dict[str, Any]:
+    """What only GPT-2 says. form: kinds of norm and MLP, and whether layers have biases."""
+    known = form in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) and network.window is None
+    if not known or network.groups != network.heads:
+        raise Refusal(_STRANGE)
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_positions": network.context,
+        "n_embd": network.embed.weight.shape[1],
+        "n_layer": len(network.blocks),
+        "n_head": network.heads,
+        "n_inner": network.blocks[0].mlp.up.out_features,
+        "activation_function": "gelu_new" if form[1] == "TanhMLP" else "gelu",
+        "layer_norm_epsilon": network.norm.eps,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
     }
 
 

@@ -54,9 +54,8 @@ class HFClassifier(nn.Module):
             adapt(self.body, lora, lora_alpha, lora_layers)
         # as transformers has it: decoders' scores have no bias
         self.head = nn.Linear(config.get_text_config().hidden_size, num_classes, bias=self.pool != "last")
-        for module in self.body.modules() if not dropout else ():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        if not dropout:
+            stop_dropout(self.body)
         self.train()
 
     @property
@@ -105,6 +104,15 @@ class HFClassifier(nn.Module):
         from recipes.text.exported import save
 
         save(self, folder)
+
+
+def stop_dropout(network: nn.Module) -> None:
+    """Let a network of transformers drop nothing out, in place."""
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            vars(module)["attention_dropout"] = 0.0
 
 
 _NORM = {"gamma": "weight", "beta": "bias"}

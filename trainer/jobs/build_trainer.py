@@ -51,7 +51,10 @@ def make_mirror(run: PreparedRun) -> NoMirror:
 
 
 def make_checkpoints(
-    run: PreparedRun, mirror: NoMirror, async_saver: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver
+    run: PreparedRun,
+    mirror: NoMirror,
+    async_saver: Callable[[Ranks, timedelta], AsyncSaver] = AsyncSaver,
+    kind: type[CheckpointManager] = CheckpointManager,
 ) -> CheckpointManager:
     """The checkpoints of the run's folder. async_saver: what writes them where training goes on meanwhile."""
     best, strategy = run.best_metric, run.strategy
@@ -59,9 +62,7 @@ def make_checkpoints(
     facts = {"strategy": strategy.name, "precision": run.machine.resolved_precision, FINITE_FACT: True}
     path, world, options = run.folder.path / "checkpoints", strategy.world, run.settings.checkpoint
     saver = async_saver(world, strategy.machine.timeout) if options.asynchronous else SyncSaver(world)
-    return CheckpointManager(
-        path, world, options.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[options.on_error], saver, mirror
-    )
+    return kind(path, world, options.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[options.on_error], saver, mirror)
 
 
 def _leave_out_frozen(run: PreparedRun, network: nn.Module, checkpoints: CheckpointManager) -> None:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from trainer.configuration.command_line import add_overrides
 from trainer.jobs.build_trainer import make_checkpoints, make_trainer
@@ -28,7 +29,7 @@ from trainer.learning.optimizer import make_trial_optimizer
 from trainer.learning.schedule import Schedule
 from trainer.loop.progress import Progress
 from trainer.messages import NotFinite, Refusal, format_count, format_number
-from trainer.records.checkpoint.manager import NonFiniteSave
+from trainer.records.checkpoint.manager import CheckpointManager, NonFiniteSave
 from trainer.records.checkpoint.mirror import NoMirror
 from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import Log
@@ -47,6 +48,14 @@ class RisingRate(Schedule):
     def at(self, step: int, epoch: int, done: float) -> float:
         assert self.curve is not None
         return self.curve.rate(step) / self.base
+
+
+class NoCheckpoints(CheckpointManager):
+    """Those of a test, which writes none; a run saves at its end."""
+
+    @override
+    def save(self, *_: Any, **__: Any) -> NonFiniteSave:
+        return NonFiniteSave()
 
 
 class RangeTest(Job):
@@ -94,8 +103,7 @@ class RangeTest(Job):
                 f"  {'optimizer.lr':<14}loss",
                 flush=True,
             )
-        with make_checkpoints(run, NoMirror()) as checkpoints:
-            vars(checkpoints)["save"] = lambda *_: NonFiniteSave()  # the end of a run saves; here nothing is written
+        with make_checkpoints(run, NoMirror(), kind=NoCheckpoints) as checkpoints:
             build_weights_on_main(run, None)
             trainer = make_trainer(run, checkpoints, Log([curve]), stop, Progress(), PlanComparison(run))
             trainer.steps, trainer.schedule = self.steps, RisingRate(curve=curve, base=base)
