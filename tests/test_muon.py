@@ -16,15 +16,16 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.learning.muon import Muon, orthogonalize
-from trainer.learning.optimizer import find_elementwise, needs_whole_matrices, parameter_groups
+from trainer.learning.optimizer import find_roles, needs_whole_matrices, parameter_groups
+from trainer.learning.parallel_plan import Plan
+from trainer.learning.task import Task
 from trainer.messages import Refusal
 
 
 def taken(network: nn.Module, **keys: Any) -> set[str]:
     """The names of what Muon steps itself."""
-    elementwise = find_elementwise(lambda groups: Muon(groups, **keys), network)
-    assert elementwise is not None
-    return {name for name, _ in network.named_parameters()} - elementwise
+    roles = find_roles(lambda groups: Muon(groups, **keys), network, Task().plan(network))
+    return {name for name, _ in network.named_parameters() if roles.get(name) != "elementwise"}
 
 
 def test_hidden_matrices_are_its_own_and_all_else_is_adamws() -> None:
@@ -34,7 +35,7 @@ def test_hidden_matrices_are_its_own_and_all_else_is_adamws() -> None:
     # the embedding is tied to the head, so it goes with it
     others = {name for name in hidden if "mlp" not in name}
     assert taken(decoder, adamw=("blocks.*.mlp", "head")) == {"position.weight", *others}
-    # a convolution is a matrix, the last linear layer a head by its place; a row and a stack are no matrices
+    # a convolution is a matrix, the last linear layer a head by its place; a row is none, nor what may be no stack
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 5), nn.Linear(5, 1), nn.Linear(5, 3))
     network.register_parameter("stack", nn.Parameter(torch.ones(2, 3, 4)))
     assert taken(network) == {"0.weight", "2.weight"}
@@ -44,6 +45,39 @@ def test_hidden_matrices_are_its_own_and_all_else_is_adamws() -> None:
         taken(network, adamw=("blocs",))
 
 
+class Stacks(nn.Module):
+    """Two experts of which each has a matrix and a bias, beside a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.router, self.experts = nn.Linear(4, 2, bias=False), nn.Module()
+        self.experts.weight = nn.Parameter(torch.randn(2, 6, 4, generator=draw))
+        self.experts.bias = nn.Parameter(torch.randn(2, 6, generator=draw))
+
+    def plan(self) -> Plan:
+        return Plan(experts=("experts",))
+
+
+def test_the_matrix_of_each_expert_is_stepped_as_a_matrix() -> None:
+    network, keys = Stacks(), {"adamw": ()}
+    assert taken(network, **keys) == {"router.weight", "experts.weight"}
+    assert taken(network, adamw=("experts.weight",)) == {"router.weight"}
+
+    def make(groups: Any) -> Muon:
+        return Muon(groups, lr=0.1, **keys)
+
+    optimizer = make(parameter_groups(network, True, (), find_roles(make, network, network.plan())))
+    matrices = [nn.Parameter(matrix.detach().clone()) for matrix in network.experts.weight]
+    alone = make([{"params": matrices}])
+    for step in range(3):
+        for parameter in (*network.parameters(), *matrices):
+            parameter.grad = (parameter.detach() + step).sin()
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(network.experts.weight, torch.stack(matrices))
+
+
 def test_its_groups_have_rates_of_their_own() -> None:
     vit = VisionTransformer(image_size=8, patch_size=4, channels=1, num_classes=3, width=8, depth=1, heads=2)
 
@@ -51,7 +85,7 @@ def test_its_groups_have_rates_of_their_own() -> None:
         return Muon(groups, lr=0.02, adamw_lr=0.001)
 
     assert needs_whole_matrices(make)
-    optimizer = make(parameter_groups(vit, True, (), find_elementwise(make, vit)))
+    optimizer = make(parameter_groups(vit, True, (), find_roles(make, vit, vit.plan())))
     assert [(group["lr"], group["elementwise"], group["weight_decay"]) for group in optimizer.param_groups] == [
         (0.02, False, 0.1),
         (0.001, True, 0.1),

@@ -584,10 +584,28 @@ MATRICES = {
     "fsdp_cp on 4": (4, Case("fsdp", {"context": 2}, network="gpt tied", task="next")),
     "gpt, fsdp_tp on 4": (4, Case("fsdp", {"tensor": 2}, network="gpt", task="next")),
 }
+# of experts ranks hold whole matrices, which they step; or parts of them, which travel
+MATRICES |= {
+    f"experts, {where}": (size, case.but(network="experts biased", task="next"))
+    for where, (size, case) in {
+        "ddp on 2": (2, Case("ddp")),
+        "fsdp on 2": (2, Case("fsdp")),
+        "fsdp on 3": (3, Case("fsdp")),  # 4 experts over 3 ranks: each has columns of all of them
+        "hsdp on 4": (4, Case("fsdp", {"replicate": 2})),
+        "tp on 2": (2, Case("tp")),
+        "fsdp_tp on 4": (4, Case("fsdp", {"tensor": 2})),
+        "ddp_pp on 4": (4, Case("pp", {"pipe": 2, "replicate": 2})),
+        "expert on 2": (2, Case("fsdp", {"expert": 2})),
+        "copies, expert on 4": (4, Case("mesh", {"replicate": 2, "shard": 2, "expert": 2})),
+        "tensor and expert on 4": (4, Case("fsdp", {"tensor": 2, "expert": 2})),
+    }.items()
+}
 NEED_WHOLE = [(where, "muon") for where in MATRICES] + [(where, "shampoo") for where in ("fsdp on 2", "fsdp_tp on 4")]
+NEED_WHOLE += [("experts, tensor and expert on 4", "shampoo")]
+QUICK_WHOLE = [(where, "muon") for where in ("fsdp on 3", "fsdp_tp on 4", "experts, tensor and expert on 4")]
 
 
-@pytest.mark.parametrize(("where", "optimizer"), quickly(NEED_WHOLE, ("fsdp on 3", "muon"), ("fsdp_tp on 4", "muon")))
+@pytest.mark.parametrize(("where", "optimizer"), quickly(NEED_WHOLE, *QUICK_WHOLE))
 def test_whole_matrices_have_one_curve_and_resume_to_the_bit(
     train: Any, where: str, optimizer: str, tmp_path: Path
 ) -> None:

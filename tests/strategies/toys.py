@@ -20,7 +20,7 @@ from trainer.data.loader import EvalLoader, TrainLoader, digest_indices
 from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import freeze
 from trainer.learning.muon import Muon
-from trainer.learning.optimizer import find_elementwise, parameter_groups
+from trainer.learning.optimizer import find_roles, parameter_groups
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.meta_model import all_in_state_dict
@@ -475,14 +475,14 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         network = built(strategy, make_network)
     strategy.check(task, network, launch.world_size)
     make = make_optimizer(case.optimizer)
-    elementwise = find_elementwise(make, network)
+    roles = find_roles(make, network, task.plan(network))
     seen: dict[str, Any] = {"losses": [], "norms": [], "digests": [], "indices": [], "parts": []}
     with strategy:
         stream = TrainLoader(data, data.train(), strategy.slice, case.batch, case.micro_batches, LoaderOptions())
         # of 101 samples the last batch has 2: some of 3 or 4 ranks have none
         evaluation = EvalLoader(data, data.evaluation(), strategy.slice, 33, case.micro_batches, LoaderOptions())
         parallel_model = strategy.build(task, network, stream.example())
-        groups = parameter_groups(parallel_model.network, False, (), elementwise)
+        groups = parameter_groups(parallel_model.network, False, (), roles)
         optimizer = parallel_model.optimizer(make, groups)
         parallel_model.keep_average(case.average, every=2)
         seen["initial"] = {name: whole(value) for name, value in parallel_model.network.state_dict().items()}

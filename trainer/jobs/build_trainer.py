@@ -141,7 +141,7 @@ def build_model(run: PreparedRun, example: tuple[Any, Any], log: Log) -> tuple[P
 
 def make_optimizer(run: PreparedRun, model: ParallelModel, log: Log) -> Optimizer:
     """The optimizer over what this rank owns, with the rates that the schedule multiplies."""
-    groups, settings = parameter_groups(model.network, run.spare_vectors, run.rules, run.elementwise), run.settings
+    groups, settings = parameter_groups(model.network, run.spare_vectors, run.rules, run.roles), run.settings
     try:
         optimizer = model.optimizer(run.make_optimizer, groups)
     except Refusal as error:

@@ -26,7 +26,7 @@ from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.failure import error_chain
 from trainer.launch.store_collectives import run_one_per_node_first
 from trainer.learning.freezing import freeze, refuse_frozen
-from trainer.learning.optimizer import find_elementwise
+from trainer.learning.optimizer import Roles, find_roles
 from trainer.learning.optimizer_checks import refuse_unusable_optimizer
 from trainer.learning.parameter_patterns import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_task_parameters
@@ -48,7 +48,7 @@ class PreparedNetwork:
     network: nn.Module  # without values where ranks are to hold shards of it
     whole_because: str  # why it has values in spite of that; empty as a rule
     rules: list[Rule]  # rates and decays of some of its parameters
-    elementwise: frozenset[str] | None  # those that the optimizer steps otherwise; None: all alike
+    roles: Roles  # of parameters that the optimizer steps otherwise
 
 
 def prepare(run: RunParts) -> PreparedRun:
@@ -122,8 +122,8 @@ def prepare_network(run: RunParts, example: Callable[[], tuple[Any, Any]]) -> Pr
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
     refuse_frozen(network, run.settings.model.freeze)
     rules = resolve_rules(network, run.settings.optimizer.groups)
-    elementwise = find_elementwise(run.make_optimizer, network)
     run.task.check(network)
+    roles = find_roles(run.make_optimizer, network, run.task.plan(network))
     run.strategy.check(run.task, network, size)
     if run.machine.float8:
         refuse_no_float8_layers(run.machine.float8, network, run.task.plan(network))
@@ -131,7 +131,7 @@ def prepare_network(run: RunParts, example: Callable[[], tuple[Any, Any]]) -> Pr
     if gathers_samples(run.task):
         run.strategy.refuse_outputs(f"{type(run.task).__name__}.gathered", size)
     run.strategy.refuse_forward(run.task, network, size, example)
-    return PreparedNetwork(network, whole_because, rules, elementwise)
+    return PreparedNetwork(network, whole_because, rules, roles)
 
 
 def use_deterministic_algorithms() -> None:

@@ -30,6 +30,7 @@ from trainer.learning.generation_request import GenerationRequest
 from trainer.learning.intervals import Cadences, Interval
 from trainer.learning.optimizer import (
     Make,
+    Roles,
     expose_inner_optimizers,
     fused_argument,
     make_trial_optimizer,
@@ -117,7 +118,7 @@ class PreparedRun(RunParts):
     network: nn.Module  # without values where ranks are to hold shards of it
     whole_because: str  # why it has values in spite of that; empty as a rule
     rules: list[Rule]  # rates and decays of some parameters of this network
-    elementwise: frozenset[str] | None  # parameters that the optimizer steps otherwise; None: all alike
+    roles: Roles  # of parameters that the optimizer steps otherwise
     initial: InitialWeights  # values to begin with that were not built; only the main rank has them
     folder: RunFolder
     data_identity: dict[str, Any]  # what a resume tells other data by: samples, fingerprints, classes; main rank only

@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import matches_or_contains, resolve_pattern
 from trainer.messages import Refusal
 
@@ -35,7 +37,8 @@ EMBEDDINGS, HEAD = "embeddings", "head"  # words of `adamw` that are found by th
 class Muon(Optimizer):
     """Muon for matrices, and AdamW for groups that say `elementwise` and for what is no matrix.
 
-    A weight of a convolution, (out, in, …), counts as the matrix (out, in · …). A fused qkv weight is one matrix.
+    A weight of a convolution, (out, in, …), counts as the matrix (out, in · …). A fused qkv weight is one matrix. In
+    groups that say `stacked` a parameter (n, rows, columns) is n matrices: experts.
     """
 
     whole_matrices = True  # a shard of a matrix has other singular values: strategies give each one whole to a rank
@@ -62,22 +65,29 @@ class Muon(Optimizer):
         groups = [{**rate, **each} if isinstance(each, dict) and each.get("elementwise") else each for each in params]
         numbers = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         how = {"scaling": scaling, "newton_schulz": newton_schulz, "iterations": iterations}
-        super().__init__(groups, {**numbers, **how, "betas": betas, "eps": eps, "elementwise": False})
+        super().__init__(groups, {**numbers, **how, "betas": betas, "eps": eps, "elementwise": False, "stacked": False})
 
-    def find_elementwise(self, network: nn.Module) -> frozenset[str]:
-        """The names of the parameters that AdamW steps. Refusal where none of those that learn is left for Muon."""
+    def find_roles(self, network: nn.Module, plan: Plan) -> dict[str, str]:
+        """Which parameters AdamW steps (elementwise), and which are the matrices of the plan's experts (stacked).
+
+        Refusal where nothing that learns is left for Muon.
+        """
         names = {name for pattern in self._adamw_patterns for name in _find_parameters(network, pattern)}
         modules = [module for module in network.modules() if isinstance(module, CONVOLUTIONS)]
         convolutions = {parameter for module in modules for parameter in module.parameters()}
         named = dict(network.named_parameters(remove_duplicate=False))
-        names |= {name for name, parameter in named.items() if not _is_matrix(parameter, parameter in convolutions)}
+        inside = {name for name in named if any(matches_or_contains(key, name) for key in plan.experts)}
+        stacked = {name for name in inside if _is_matrix(named[name], False, dims=3)} - names
+        matrices = {name for name, parameter in named.items() if _is_matrix(parameter, parameter in convolutions)}
+        # of experts a parameter with two dimensions is a vector for each
+        names |= named.keys() - (matrices - inside) - stacked
         elementwise = {named[name] for name in names}  # a tied weight by any of its names
         if not any(parameter.requires_grad and parameter not in elementwise for parameter in named.values()):
             raise Refusal(
                 f"optimizer: {type(network).__name__} has nothing for Muon: all that learns is no matrix, or named by"
                 f" optimizer.adamw={[*self._adamw_patterns]}; use optimizer=adamw, or a shorter optimizer.adamw"
             )
-        return frozenset(name for name, parameter in named.items() if parameter in elementwise)
+        return dict.fromkeys(stacked, "stacked") | {n: "elementwise" for n, p in named.items() if p in elementwise}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -98,15 +108,17 @@ class Muon(Optimizer):
             raise RuntimeError("Muon does not support sparse gradients")
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        # of a stack that ranks have divided, this rank's matrices are stepped, as plain tensors
+        weight, gradient, momentum = map(_local, (parameter, gradient, state["momentum_buffer"]))
+        momentum.lerp_(gradient, 1 - group["momentum"])
         direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        matrix = direction.flatten(1)  # (rows, columns)
-        update = orthogonalize(matrix, group["iterations"], group["newton_schulz"]).view(parameter.shape)
-        rows, columns = matrix.shape
+        matrix = direction if group["stacked"] else direction.flatten(1)  # (rows, columns), or (n, rows, columns)
+        update = orthogonalize(matrix, group["iterations"], group["newton_schulz"]).view(weight.shape)
+        rows, columns = matrix.shape[-2:]
         # moonshot: entries as large as those of AdamW's steps are on the average; jordan: as the norm of a layer wants
         scale = 0.2 * sqrt(max(rows, columns)) if group["scaling"] == "moonshot" else sqrt(max(1.0, rows / columns))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * scale)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(update, alpha=-group["lr"] * scale)
 
     def _step_by_adamw(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -154,16 +166,16 @@ def _has_fused_adam(device: torch.device) -> bool:
 
 
 def orthogonalize(matrix: Tensor, iterations: int, precision: str) -> Tensor:
-    """A matrix of the same singular vectors, whose singular values are near 1: (rows, columns), in the matrix's type.
+    """A matrix of the same singular vectors, whose singular values are near 1: (…, rows, columns), in its type.
 
     Newton–Schulz: an odd polynomial, again and again. In fp64 where the matrix is fp64, whatever the precision says:
     there all strategies have one curve to the last digits.
     """
     single = torch.bfloat16 if precision == "bf16" else torch.float32
     x = matrix.to(torch.float64 if matrix.dtype == torch.float64 else single)
-    tall = len(matrix) > matrix.shape[1]
+    tall = matrix.shape[-2] > matrix.shape[-1]
     x = x.mT if tall else x  # the products below are of the smaller side's size then
-    x = x / (x.norm() + 1e-7)
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(iterations):
         gram = x @ x.mT  # (smaller side, smaller side)
@@ -171,10 +183,14 @@ def orthogonalize(matrix: Tensor, iterations: int, precision: str) -> Tensor:
     return (x.mT if tall else x).to(matrix.dtype).contiguous()
 
 
-def _is_matrix(parameter: Tensor, convolution: bool) -> bool:
-    """Has it rows and columns? Positions and tokens, (1, n, d), and stacks of matrices have not."""
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_matrix(parameter: Tensor, convolution: bool, dims: int = 2) -> bool:
+    """Has it rows and columns, or so many dimensions of which they are the last? Positions, (1, n, d), have not."""
     sides = parameter.flatten(1).shape if convolution and parameter.dim() > 2 else parameter.shape
-    return len(sides) == 2 and min(sides) > 1 and parameter.is_floating_point()
+    return len(sides) == dims and min(sides[-2:]) > 1 and parameter.is_floating_point()
 
 
 def _find_parameters(network: nn.Module, pattern: str) -> Iterable[str]:

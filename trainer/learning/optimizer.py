@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from inspect import signature, unwrap
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import Rule
 from trainer.messages import Refusal
 
@@ -107,24 +108,27 @@ def needs_whole_matrices(make: Make) -> bool:
     return bool(getattr(make_trial_optimizer(make), "whole_matrices", False))
 
 
-def find_elementwise(make: Make, network: nn.Module) -> frozenset[str] | None:
-    """The names of the parameters that the optimizer steps element by element, unlike others; None: all alike."""
-    find = getattr(make_trial_optimizer(make), "find_elementwise", None)
-    return None if find is None else find(network)
+Roles = Mapping[str, str]  # name of a parameter → "elementwise" or "stacked": what its group says; others say neither
+
+
+def find_roles(make: Make, network: nn.Module, plan: Plan) -> Roles:
+    """What the optimizer steps unlike other parameters: element by element, or as a stack of matrices."""
+    find = getattr(make_trial_optimizer(make), "find_roles", None)
+    return {} if find is None else find(network, plan)
 
 
 def parameter_groups(
-    network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = (), elementwise: Set[str] | None = None
+    network: nn.Module, spare_vectors: bool, rules: Sequence[Rule] = (), roles: Roles | None = None
 ) -> Groups:
     """The trainable parameters, in as few groups as possible: each group is a kernel call of its own in every step.
 
     The first group has the optimizer's own rate, which is the one that is logged; it may be empty. If several rules
-    apply to a parameter, the first one counts. elementwise: of `find_elementwise`.
+    apply to a parameter, the first one counts. roles: of `find_roles`.
     """
-    # a group for each answer to: which rule applies, is it stepped element by element, does it decay, can a fused step
-    # take it? No fused step takes sparse gradients or complex numbers
+    # a group for each answer to: which rule applies, which role has it, does it decay, can a fused step take it? No
+    # fused step takes sparse gradients or complex numbers
     sparse = {embedding.weight for embedding in find_sparse_embeddings(network).values()}
-    groups: dict[tuple[int, bool, bool, bool], list[nn.Parameter]] = {(0, False, False, False): []}
+    groups: dict[tuple[int, str, bool, bool], list[nn.Parameter]] = {(0, "", False, False): []}
     names: dict[nn.Parameter, list[str]] = {}  # a tied weight has several
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -133,16 +137,16 @@ def parameter_groups(
             rule = next((at for at, rule in enumerate(rules, 1) if any(map(rule.applies_to, aliases))), 0)
             spared = spare_vectors and parameter.dim() <= 1
             unfused = parameter in sparse or parameter.is_complex()
-            alone = elementwise is not None and not elementwise.isdisjoint(aliases)
-            groups.setdefault((rule, alone, spared, unfused), []).append(parameter)
+            role = next((roles[alias] for alias in aliases if roles and alias in roles), "")
+            groups.setdefault((rule, role, spared, unfused), []).append(parameter)
     settings: list[dict[str, Any]] = [{}, *(rule.hyperparameters() for rule in rules)]
     return [
         {"params": group}
         | settings[rule]
-        | ({"elementwise": True} if alone else {})
+        | ({role: True} if role else {})
         | ({"weight_decay": 0.0} if spared else {})
         | ({"fused": False} if unfused else {})
-        for (rule, alone, spared, unfused), group in sorted(groups.items(), key=lambda item: item[0])
+        for (rule, role, spared, unfused), group in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 

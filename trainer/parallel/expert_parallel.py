@@ -81,8 +81,9 @@ class ExpertRanks:
             average_tensors(gradients, ranks_along(self._mesh, "copies"))  # the ranks with the same; every gradient
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank is along `expert`."""
-        return {"expert": rank // self._tensor % self.degree} if self._mesh else {}
+        """Where a rank is along `copies` and `expert`."""
+        copies, expert = divmod(rank // self._tensor, self.degree)
+        return {"copies": copies, "expert": expert} if self._mesh else {}
 
     def groups(self) -> list[ProcessGroup]:
         """The groups along each axis."""

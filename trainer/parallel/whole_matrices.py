@@ -41,7 +41,9 @@ class MatrixOwners:
     def _find_senders(self, parameter: Tensor) -> list[int]:
         """Of the ranks that hold the same shard one: that of the owner's own copy."""
         split, of_owner = split_axes(parameter), self._places[self._owner[parameter]]
-        common = {axis: index for axis, index in of_owner.items() if axis not in split}
+        # experts lie on a grid of their own
+        elsewhere = ("replicate", "shard") if "expert" in split else ("copies", "expert")
+        common = {axis: index for axis, index in of_owner.items() if axis not in (*split, *elsewhere)}
         return [rank for rank, place in enumerate(self._places) if common.items() <= place.items()]
 
     def owns(self, parameter: Tensor) -> bool:
@@ -103,11 +105,14 @@ class WholeMatrixOptimizer(Optimizer):
     """An optimizer around another one, for ranks that hold shards: its parameters are the network's own.
 
     The inner one gets stand-ins for those that must be whole. They have values and gradients during a step, on the rank
-    that owns them, so state is there alone, and whole. Groups that say `elementwise` are stepped as shards.
+    that owns them, so state is there alone, and whole. Stepped as shards is what groups say is `elementwise`, and what
+    they say is `stacked` where a rank's shard are whole matrices: it steps the experts that it holds.
     """
 
     def __init__(self, make: Make, groups: Groups, ranks: Ranks, places: Sequence[Mapping[str, int]]) -> None:
         whole = [p for group in groups if not group.get("elementwise") for p in group["params"]]
+        shards = {p for group in groups if group.get("stacked") for p in group["params"] if _is_cut_into_matrices(p)}
+        whole = [parameter for parameter in whole if parameter not in shards]
         self._owners = MatrixOwners(whole, ranks, places)
         self._stand_ins: dict[Tensor, nn.Parameter] = {p: _without_memory(p) for p in whole}
         self._parameters: dict[Tensor, Tensor] = {stand_in: p for p, stand_in in self._stand_ins.items()}
@@ -156,6 +161,11 @@ class WholeMatrixOptimizer(Optimizer):
         self.state.update({self._parameters.get(p, p): memory for p, memory in inner.state.items()})
         for inside, outside in groups:
             outside.update({key: value for key, value in inside.items() if key != "params"})
+
+
+def _is_cut_into_matrices(stack: Tensor) -> bool:
+    """Do ranks hold shards of a stack (n, rows, columns) that are whole matrices of it?"""
+    return isinstance(stack, DTensor) and all(each.is_replicate() or each.is_shard(0) for each in stack.placements)
 
 
 def _without_memory(parameter: Tensor) -> nn.Parameter:

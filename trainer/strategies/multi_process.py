@@ -261,10 +261,10 @@ class Meshed(Joined):
     def stage_places(self) -> list[dict[str, int]]:
         """Where each of these ranks is along each axis of the mesh."""
         stage = self.at().get("pipe")
-        return [place for place in places(self.mesh) if place.get("pipe") == stage]
+        return [place for place in self.places() if place.get("pipe") == stage]
 
     def places(self) -> list[dict[str, int]]:
-        """Where each rank is along each axis of the mesh: as the mesh says, so nobody need be asked."""
+        """Where each rank is along each axis of the mesh, and among experts: nobody need be asked."""
         return [place | self.experts.place(rank) for rank, place in enumerate(places(self.mesh))]
 
     @override

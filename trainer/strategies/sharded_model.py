@@ -30,7 +30,7 @@ from trainer.parallel.context_parallel import (
     rank_pieces,
     shard_sequences,
 )
-from trainer.parallel.device_mesh import ranks_along, split_axes
+from trainer.parallel.device_mesh import ranks_along
 from trainer.parallel.fully_shard import unsharded_parameters
 from trainer.parallel.meta_model import allocate_empty, broadcast_values, move_to_meta
 from trainer.parallel.ranks import Ranks
@@ -134,14 +134,7 @@ class ShardedModel(ParallelModel):
         """
         unmixed = [part for group in groups for part in _split_by_mesh(group)]
         if needs_whole_matrices(make):
-            strategy = self.strategy
-            whole = [p for group in unmixed if not group.get("elementwise") for p in group["params"]]
-            if any("expert" in split_axes(parameter) for parameter in whole):
-                raise Refusal(
-                    f"strategy={strategy.name}: an optimizer that steps whole tensors, and experts of which ranks hold"
-                    " others; strategy.expert=1 works, and optimizer=muon, which steps experts element by element"
-                )
-            return WholeMatrixOptimizer(make, unmixed, strategy.stage_group, strategy.stage_places())
+            return WholeMatrixOptimizer(make, unmixed, self.strategy.stage_group, self.strategy.stage_places())
         optimizer = make(unmixed)
         if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
             return optimizer

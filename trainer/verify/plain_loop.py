@@ -99,7 +99,7 @@ class PlainLoop:
         network = network.to(torch.float64) if run.machine.resolved_precision == "fp64" else network
         self.network = network.to(run.strategy.device)
         # groups, rates and momentum as the run's own optimizer begins with them
-        groups = parameter_groups(self.network, run.spare_vectors, run.rules, run.elementwise)
+        groups = parameter_groups(self.network, run.spare_vectors, run.rules, run.roles)
         self.optimizer = run.make_optimizer(groups)
         if why_not_fused(self.optimizer, run.make_optimizer, run.strategy.device, None):
             self.optimizer = run.make_optimizer([{**group, "fused": False} for group in groups])

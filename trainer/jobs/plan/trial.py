@@ -117,10 +117,10 @@ class StrategyTrial:
             run.make_network = partial(make_network, self.run.make_network, mode)
             prepared = prepare_network(run, partial(_example, batches[0]))
             parallel = strategy.build(run.task, prepared.network, _example(batches[0]))
-            rules, elementwise = prepared.rules, prepared.elementwise
+            rules, roles = prepared.rules, prepared.roles
             del prepared  # whose network some strategies have taken apart
             parallel.keep_average(run.settings.ema.decay, run.settings.ema.every)
-            groups = parameter_groups(parallel.network, run.spare_vectors, rules, elementwise)
+            groups = parameter_groups(parallel.network, run.spare_vectors, rules, roles)
             with ledger.making("optimizer"):
                 optimizer = parallel.optimizer(run.make_optimizer, groups)
             # after the strategy has built: only now parameters are the shards that this rank holds
