@@ -6,6 +6,7 @@ What a token gets depends on its own sample alone: no expert is full because of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -132,8 +133,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Gated MLPs without biases, whose weights lie one behind the other: (experts, out, in) each.
 
-    Tokens are put in the order of their experts, so that each expert computes its tokens as one matrix. Nothing is
-    filled up, and an expert without tokens gets zeros as its gradient.
+    Tokens are put in the order of their experts, so that each expert computes its tokens as one matrix, or one kernel
+    those of all. Nothing is filled up, and an expert without tokens gets zeros as its gradient.
     """
 
     def __init__(self, width: int, inner: int, experts: int) -> None:
@@ -154,14 +155,47 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """Rows (choices, width) in the order of their experts, of which `chosen` has the numbers in any order."""
-        gate, up, down = (_local(weight).unbind(0) for weight in (self.gate, self.up, self.down))
+        gate, up, down = (_local(weight) for weight in (self.gate, self.up, self.down))
+        # (experts + 1,) how many rows each has, and none of them
         counts = chosen.new_zeros(len(gate) + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
-        results, begin = [], 0
-        # the host must know how many rows each expert has
-        for count, *mlp in zip(_known(counts[:-1], len(rows)), gate, up, down, strict=True):
-            results.append(_gated(rows[begin : begin + count], *mlp))
-            begin += count
-        return torch.cat([*results, results[0].new_zeros(max(len(rows) - begin, 0), rows.shape[1])])
+        compute = compute_grouped if _can_be_grouped(rows, counts, gate) else compute_one_by_one
+        return compute(rows, counts, gate, up, down)
+
+
+def compute_one_by_one(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """An expert after the other. The host waits for the counts, because it must know how many rows each has."""
+    results, begin = [], 0
+    for count, *mlp in zip(_known(counts[:-1], len(rows)), gate.unbind(), up.unbind(), down.unbind(), strict=True):
+        results.append(_gated(rows[begin : begin + count], *mlp))
+        begin += count
+    return torch.cat([*results, results[0].new_zeros(max(len(rows) - begin, 0), rows.shape[1])])
+
+
+def compute_grouped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """All experts in one kernel for each product; only the device knows the counts, and nothing waits for them."""
+    kind = _product_dtype(rows)
+    rows, gate, up, down = (each.to(kind) for each in (rows, gate, up, down))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    # rows of no expert are the last one's, and become zeros behind it: rows of no group would be memory unwritten
+    groups = torch.cat([ends[:-2], ends[-1:]])  # (experts,) where the rows of each end
+    product = partial(functional.grouped_mm, offs=groups)
+    results = product(functional.silu(product(rows, gate.mT)) * product(rows, up.mT), down.mT)
+    behind = torch.arange(len(rows), device=rows.device) >= ends[-2]
+    return results.masked_fill(behind[:, None], 0.0)
+
+
+def _can_be_grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> bool:
+    """Has this device the kernel, for this type and these sides? A shape without values, as a plan has, needs none."""
+    fits = type(counts) is Tensor and rows.is_cuda and _product_dtype(rows) == torch.bfloat16
+    aligned = len(rows) > 0 and all(side % 8 == 0 for side in weight.shape[1:])  # 16 bytes
+    # on Blackwell, (10, 0), an expert without rows got numbers as its gradient (pytorch#172439)
+    return fits and aligned and (8, 0) <= torch.cuda.get_device_capability(rows.device) < (10, 0)
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """In which type a matrix product of it is computed: what autocast says, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _known(counts: Tensor, rows: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.language.decoder import Decoder
-from recipes.language.experts import Mixture, Router, Routing, figures
+from recipes.language.experts import Experts, Mixture, Router, Routing, compute_grouped, compute_one_by_one, figures
 from recipes.language.next_token import NextToken
 from trainer.messages import Refusal
 from trainer.parallel.expert_parallel import ExpertRanks
@@ -52,6 +52,68 @@ def test_every_weight_has_a_gradient_though_no_token_came() -> None:
     module(torch.randn(1, 1, 16, dtype=torch.float64)).sum().backward()
     gradients = [parameter.grad for parameter in module.experts.parameters()]
     assert all(g is not None and int((g.flatten(1) != 0).any(1).sum()) == 1 for g in gradients)
+
+
+def stacks(width: int, inner: int) -> Experts:
+    torch.manual_seed(0)
+    module = Experts(width, inner, 4)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+def results_and_gradients(compute: Any, module: Experts, rows: Tensor, counts: Any) -> list[Tensor]:
+    """What comes of the rows, and the gradients of these and of the weights."""
+    rows = rows.clone().requires_grad_()
+    results = compute(rows, counts, module.gate, module.up, module.down)
+    factors = torch.linspace(-1, 1, results.numel(), device=rows.device).view_as(results)
+    return [results, *torch.autograd.grad((results * factors).sum(), [rows, *module.parameters()])]
+
+
+# of 16 rows, those of each expert, and of none
+COUNTS = [(5, 0, 9, 2, 0), (0, 7, 3, 0, 6), (0, 0, 0, 16, 0), (0, 0, 0, 0, 16)]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_products_are_those_of_one_expert_after_the_other(counts: tuple[int, ...]) -> None:
+    module, rows = stacks(24, 16), torch.randn(16, 24)
+    one, grouped = (
+        results_and_gradients(way, module, rows, torch.tensor(counts)) for way in (compute_one_by_one, compute_grouped)
+    )
+    torch.testing.assert_close(grouped, one)
+    results, gradient, *_ = grouped
+    assert not results[16 - counts[-1] :].any()
+    assert not gradient[16 - counts[-1] :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_so_they_are_on_a_gpu_for_which_nothing_waits(counts: tuple[int, ...], compiled: bool) -> None:
+    if not (8, 0) <= torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip("experts are computed one after the other on this GPU")
+    module, rows, counted = stacks(64, 32).cuda(), torch.randn(16, 64).cuda(), torch.tensor(counts).cuda()
+    chosen = torch.arange(5, device="cuda").repeat_interleave(counted)
+    expected = results_and_gradients(compute_one_by_one, module, rows, counted)
+    # memory that was freed holds no zeros: what a kernel leaves unwritten shows
+    dirty = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(8)]
+    del dirty
+
+    def compute(rows: Tensor, *_: Any) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return module.compute(rows, chosen)
+
+    if compiled:
+        compute = torch.compile(compute, fullgraph=True)
+        results_and_gradients(compute, module, rows, counted)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped = results_and_gradients(compute, module, rows, counted)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert grouped[0].dtype == torch.bfloat16
+    torch.testing.assert_close([x.float() for x in grouped], expected, rtol=0.05, atol=0.1)
+    assert not grouped[0][16 - counts[-1] :].any()
 
 
 @pytest.mark.parametrize("words", [{"capacity": 0.6}, {"capacity": 0.5, "active": 3}])
