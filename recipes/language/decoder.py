@@ -10,18 +10,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from recipes.language.block import MLPS, NORMS, Attention, BalancedBlock, Block, SwiGLU
-from recipes.language.causal import Causal
-from recipes.language.experts import BalancedMixture, Experts, Mixture, Router, Routing
+from recipes.language.attention import AttentionSettings, Latent
+from recipes.language.block import BalancedBlock, make_block
+from recipes.language.experts import Experts, Router, Routing
 from recipes.language.generation import continued
 from recipes.language.masks import Masks
+from recipes.language.mlp import MLPSettings
 from recipes.language.past import NoPast
-from recipes.language.rotary import NoRotary, Rotary
 from recipes.language.rotary_scaling import scaling_of
 from recipes.language.token_losses import Head
 from recipes.lora import adapt, merge
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, did_you_mean
+
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
 class Decoder(nn.Module):
@@ -68,6 +70,13 @@ class Decoder(nn.Module):
         capacity: float | None = None,
         bias_rate: float | None = None,
         auxiliary: float = 0.0,
+        expert_groups: int = 1,
+        active_groups: int = 1,
+        kv_rank: int | None = None,
+        q_rank: int | None = None,
+        plain_width: int = 128,
+        rotary_width: int = 64,
+        value_width: int = 128,
         window: int | None = None,
         window_from: int = 0,
         lora: int | None = None,
@@ -75,47 +84,39 @@ class Decoder(nn.Module):
         lora_layers: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        groups = heads if groups is None else groups
-        _refuse(width, heads, groups, norm, mlp, context, length)
-        _refuse_window(window, window_from)
-        routing = Routing(experts or 0, active, scores, normalised, scaling, capacity, bias_rate, auxiliary)
-        if experts is not None:
-            routing.refuse()
-            _refuse_dense(dense_first, depth)
-        if tied and loss_parallel:
-            raise Refusal(
-                "model.loss_parallel=true splits the head, which a tied embedding keeps whole: model.tied=false"
-            )
-        self.heads, self.groups, self.context = heads, groups, context
-        self.window, self.window_from = window, window_from
+        self.context, self.attention = (
+            context,
+            AttentionSettings(
+                width=width,
+                context=context,
+                heads=heads,
+                groups=heads if groups is None else groups,
+                bias=bias,
+                qkv_bias=bias if qkv_bias is None else qkv_bias,
+                rotary=rotary,
+                scaling=scaling_of(rotary_scaling),
+                window=window,
+                window_from=window_from,
+                latent=None if kv_rank is None else Latent(kv_rank, q_rank, plain_width, rotary_width, value_width),
+            ),
+        )
+        balance = (capacity, bias_rate, auxiliary, expert_groups, active_groups)
+        routing = None if experts is None else Routing(experts, active, scores, normalised, scaling, *balance)
+        inner = inner or 4 * width
+        mlps = MLPSettings(width, depth, mlp, inner, bias, routing, shared, expert_inner or inner, dense_first)
+        self.attention.refuse()
+        mlps.refuse()
+        _refuse(norm, context, length, tied and loss_parallel)
         self._sequence, self._loss_parallel = sequence, loss_parallel
+        make_norm, masks = partial(NORMS[norm], width, eps=eps), Masks()
         self.embed = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(context, width) if rotary is None else None
         self.dropout = nn.Dropout(dropout)
-        qkv_bias, masks = bias if qkv_bias is None else qkv_bias, Masks()
-        inner = inner or 4 * width
-        turn = partial(_positions, width // heads, context, rotary, rotary_scaling)
-        inside = window if window is not None and window < context else None  # one that holds the whole context is none
-        cores = [Causal(heads > groups, inside if number >= window_from else None, masks) for number in range(depth)]
-
-        def make_mlp(number: int) -> nn.Module:
-            if experts is None or number < dense_first:
-                return MLPS[mlp](width, inner, bias)
-            common = SwiGLU(width, shared * (expert_inner or inner), bias=False) if shared else None
-            kind = BalancedMixture if auxiliary else Mixture
-            return kind(width, expert_inner or inner, routing, common)
-
-        def make_block(number: int) -> Block:
-            kind = BalancedBlock if auxiliary and experts is not None and number >= dense_first else Block
-            return kind(
-                (NORMS[norm](width, eps=eps), NORMS[norm](width, eps=eps)),
-                Attention(width, heads, groups, bias, qkv_bias, turn(), cores[number]),
-                make_mlp(number),
-                dropout,
-            )
-
-        self.blocks = nn.ModuleList(make_block(number) for number in range(depth))
-        self.norm: nn.LayerNorm | nn.RMSNorm = NORMS[norm](width, eps=eps)
+        self.blocks = nn.ModuleList(
+            make_block((make_norm(), make_norm()), self.attention.make(number, masks), mlps.make(number), dropout)
+            for number in range(depth)
+        )
+        self.norm: nn.LayerNorm | nn.RMSNorm = make_norm()
         self.head = Head(width, vocab_size, bias=False)
         self._initialise()
         if tied:
@@ -207,18 +208,23 @@ class Decoder(nn.Module):
         from recipes.language.splits import context_plan, tensor_plan
         from recipes.lora_splits import with_adapters
 
-        divisible = {"groups": self.groups, **({"context": self.context} if self._sequence else {})}
+        attention, latent = self.attention, self.attention.latent
+        heads = {"groups": attention.groups} if latent is None else {"heads": attention.heads}
+        divisible = {**heads, **({"context": self.context} if self._sequence else {})}
         for module in self.modules():
             if isinstance(module, Experts):
                 divisible["numbers inside an expert"] = module.down.shape[-1]
         learned, tied = self.position is not None, self.head.weight is self.embed.weight
         mlps: list[Any] = [block.mlp for block in self.blocks]
+        # of keys and values that are not alike no ring is there
+        ring = attention.window is None and (latent is None or latent.head_width == latent.value_width)
+        tensor = tensor_plan(latent is not None, mlps, tied, learned, self._sequence, self._loss_parallel)
         return Plan(
-            with_adapters(tensor_plan(mlps, tied, learned, self._sequence, self._loss_parallel)),
+            with_adapters(tensor),
             divisible,
             ("blocks.*",),
             cuts=(f"blocks.{len(self.blocks) // 2}",),
-            context=context_plan(learned, self.window is not None, mlps),
+            context=context_plan(learned, ring, mlps),
             experts=tuple(name for name, module in self.named_modules() if isinstance(module, Experts)),
             counters=tuple(f"{name}.counts" for name, module in self.named_modules() if isinstance(module, Router)),
         )
@@ -253,44 +259,14 @@ def _output(scores: Tensor, balance: Tensor | None) -> Any:
     return scores if balance is None else {"tokens": scores, "balance": balance}
 
 
-def _positions(head_width: int, context: int, base: float | None, scaling: Mapping[str, Any] | None) -> nn.Module:
-    """What tells queries and keys where they are; every block has its own, since a pipeline may part them."""
-    if base is None and scaling is not None:
-        raise Refusal(
-            "model.rotary_scaling scales rotary positions, and model.rotary=null has none: model.rotary=500000"
-        )
-    return NoRotary() if base is None else Rotary(head_width, context, base, scaling_of(scaling))
-
-
-def _refuse_window(window: int | None, window_from: int) -> None:
-    if (window is not None and window < 1) or window_from < 0:
-        raise Refusal(
-            f"model.window={window}, model.window_from={window_from}: tokens that a token sees, itself among them, 1 or"
-            " more (null: all before it); and the first block in which it is so, 0 or more"
-        )
-
-
-def _refuse_dense(dense_first: int, depth: int) -> None:
-    if not 0 <= dense_first < depth:
-        raise Refusal(
-            f"model.dense_first={dense_first} of model.depth {depth} blocks leaves none for experts; at most"
-            f" {depth - 1}, or model.experts=null"
-        )
-
-
-def _refuse(width: int, heads: int, groups: int, norm: str, mlp: str, context: int, length: int | None) -> None:
+def _refuse(norm: str, context: int, length: int | None, split_tied: bool) -> None:
     """Refuse settings of which no network can be made, and samples that are too long for it."""
     if length is not None and length > context:
         raise Refusal(
             f"data.length {length} is more than model.context {context}: the last tokens of a sample have no position;"
             f" data.length={context} works, or model.context={length}, which weights of others may not fit"
         )
-    if heads < 1 or width % heads:
-        near = max(heads, 1) * -(-width // max(heads, 1))
-        raise Refusal(f"model.width {width} ÷ model.heads {heads} is not whole; model.width={near} would work")
-    if groups < 1 or heads % groups:
-        fit = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-        raise Refusal(f"model.heads {heads} ÷ model.groups {groups} is not whole; groups that work: {fit}")
-    for key, word, known in (("norm", norm, NORMS), ("mlp", mlp, MLPS)):
-        if word not in known:
-            raise Refusal(f"model.{key}={word}: there are {', '.join(known)}{did_you_mean(word, known)}")
+    if norm not in NORMS:
+        raise Refusal(f"model.norm={norm}: there are {', '.join(NORMS)}{did_you_mean(norm, NORMS)}")
+    if split_tied:
+        raise Refusal("model.loss_parallel=true splits the head, which a tied embedding keeps whole: model.tied=false")

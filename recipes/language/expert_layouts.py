@@ -60,9 +60,9 @@ def configuration(network: Any, mixture: Mixture, rope: Mapping[str, Any]) -> di
             "architectures": ["MixtralForCausalLM"],
             **count,
             "intermediate_size": inner,
-            "sliding_window": network.window,
+            "sliding_window": network.attention.window,
         }
-    if routing.scores != "sigmoid" or mixture.router.bias is None or mixture.shared is None or network.window:
+    if routing.scores != "sigmoid" or mixture.router.bias is None or mixture.shared is None or network.attention.window:
         raise Refusal(
             "a mixture of experts with these settings is neither Mixtral's (scores softmax, normalised, scaling 1, no"
             " bias_rate, shared 0, dense_first 0) nor GLM-4-MoE's (scores sigmoid, a bias_rate, shared 1 or more, no"

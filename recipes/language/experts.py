@@ -32,11 +32,18 @@ class Routing:
     capacity: float | None = None  # in training: at most so many times its even share of a sample's tokens; None: all
     bias_rate: float | None = None  # a bias of each expert moves so far in a step, to balance them; None: no bias
     auxiliary: float = 0.0  # factor of the loss that balances experts within each sample
+    expert_groups: int = 1  # experts stand in so many groups, and
+    active_groups: int = 1  # those of a token come from so many of them (DeepSeek-V2, arXiv:2405.04434)
 
     @property
     def by_sample(self) -> bool:
         """Must a router see all tokens of a sample at once, not one after the other?"""
         return self.capacity is not None or self.auxiliary != 0
+
+    @property
+    def group_score(self) -> int:
+        """How many of its best experts score a group, added up: of a softmax one, of sigmoids two (DeepSeek-V3)."""
+        return 2 if self.scores == "sigmoid" and self.expert_groups > 1 else 1
 
     def refuse(self) -> None:
         """Refuse numbers of which no mixture can be made."""
@@ -47,6 +54,15 @@ class Routing:
         if not 1 <= self.active <= self.experts:
             raise Refusal(
                 f"model.active={self.active}: of model.experts {self.experts} a token gets 1 to {self.experts}"
+            )
+        in_active = self.experts // max(self.expert_groups, 1) * self.active_groups  # experts
+        least = self.group_score * self.expert_groups  # one for each that scores a group
+        whole = least <= self.experts and self.experts % max(self.expert_groups, 1) == 0
+        if not (1 <= self.active_groups <= self.expert_groups and whole and self.active <= in_active):
+            raise Refusal(
+                f"model.expert_groups={self.expert_groups}, model.active_groups={self.active_groups}: model.experts"
+                f" {self.experts} must be whole groups of {self.group_score} or more, and the active groups hold"
+                f" model.active {self.active} experts or more; 1 and 1: no groups"
             )
         if self.capacity is not None and self.capacity <= 0:
             raise Refusal(f"model.capacity={self.capacity}: it is a factor of the even share, as 1.25; null: no limit")
@@ -80,7 +96,7 @@ class Router(nn.Module):
             scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
             # the bias chooses, and weighs nothing: so it has no gradient (DeepSeek-V3, arXiv:2412.19437)
             ranked = scores.detach() if self.bias is None else scores.detach() + self.bias.to(wide)
-            chosen = ranked.topk(routing.active, dim=-1).indices
+            chosen = self._in_active_groups(ranked).topk(routing.active, dim=-1).indices
             weights = scores.gather(-1, chosen)
             if routing.normalised:
                 weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(wide).tiny)
@@ -93,6 +109,17 @@ class Router(nn.Module):
                 weights, chosen, dropped = self._dropped(weights, chosen)
                 self.counts += torch.cat([load.sum(0), dropped[None]])
         return weights, chosen, balance
+
+    def _in_active_groups(self, ranked: Tensor) -> Tensor:
+        """The same scores (B, T, experts), and -∞ for experts outside of the groups that are best for a token."""
+        routing = self.routing
+        if routing.active_groups == routing.expert_groups:
+            return ranked
+        grouped = ranked.unflatten(-1, (routing.expert_groups, -1))  # (B, T, groups, experts in a group)
+        best = grouped.topk(routing.group_score, dim=-1).values.sum(-1)  # (B, T, groups)
+        outside = torch.ones_like(best, dtype=torch.bool)
+        outside = outside.scatter(-1, best.topk(routing.active_groups, dim=-1).indices, False)
+        return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
 
     def _balance(self, scores: Tensor, load: Tensor) -> Tensor:
         """The loss of each sample, (B,): 1 for even experts, times a factor (DeepSeek-V3, equations 17 to 20)."""

@@ -136,17 +136,17 @@ def _packed(network: Any) -> Callable[..., Tensor]:
     """(heads · head, …), (groups · head, …) twice, to (groups · (heads a group + 2) · head, …)."""
 
     def join(*parts: Tensor) -> Tensor:
-        return torch.cat([part.unflatten(0, (network.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([part.unflatten(0, (network.attention.groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
     return join
 
 
 def _unpacked(network: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """The way back."""
-    each = network.heads // network.groups
+    each = network.attention.heads // network.attention.groups
 
     def part(own: Tensor) -> tuple[Tensor, ...]:
-        rows = own.unflatten(0, (network.groups, each + 2, -1))  # (groups, heads a group + 2, head, …)
+        rows = own.unflatten(0, (network.attention.groups, each + 2, -1))  # (groups, heads a group + 2, head, …)
         return tuple(x.flatten(0, 2) for x in rows.split((each, 1, 1), dim=1))
 
     return part
@@ -171,8 +171,10 @@ def configuration(network: Any) -> dict[str, Any]:
     form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
     if network.position is not None:
         return common | _gpt2(network, form)
-    family = "Qwen2" if block.attention.qkv.bias is not None else "Llama" if network.window is None else "Mistral"
-    if form != ("RMSNorm", "SwiGLU", False) or (network.window_from and family == "Mistral"):
+    family = (
+        "Qwen2" if block.attention.qkv.bias is not None else "Llama" if network.attention.window is None else "Mistral"
+    )
+    if form != ("RMSNorm", "SwiGLU", False) or (network.attention.window_from and family == "Mistral"):
         raise Refusal(_STRANGE)
     if mixture and (family == "Qwen2" or type(block.mlp).__name__ not in ("SwiGLU", "Mixture", "BalancedMixture")):
         raise Refusal(_STRANGE)
@@ -185,9 +187,9 @@ def configuration(network: Any) -> dict[str, Any]:
         **common,
         "hidden_size": width,
         "num_hidden_layers": len(network.blocks),
-        "num_attention_heads": network.heads,
-        "num_key_value_heads": network.groups,
-        "head_dim": width // network.heads,
+        "num_attention_heads": network.attention.heads,
+        "num_key_value_heads": network.attention.groups,
+        "head_dim": width // network.attention.heads,
         "max_position_embeddings": scaled.places(network.context),
         "rms_norm_eps": network.norm.eps,
         "hidden_act": "silu",
@@ -206,8 +208,8 @@ def configuration(network: Any) -> dict[str, Any]:
 
 def _gpt2(network: Any, form: tuple[str, str, bool]) -> dict[str, Any]:
     """What only GPT-2 says. form: kinds of norm and MLP, and whether layers have biases."""
-    known = form in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) and network.window is None
-    if not known or network.groups != network.heads:
+    known = form in (("LayerNorm", "MLP", True), ("LayerNorm", "TanhMLP", True)) and network.attention.window is None
+    if not known or network.attention.groups != network.attention.heads:
         raise Refusal(_STRANGE)
     return {
         "model_type": "gpt2",
@@ -215,7 +217,7 @@ def _gpt2(network: Any, form: tuple[str, str, bool]) -> dict[str, Any]:
         "n_positions": network.context,
         "n_embd": network.embed.weight.shape[1],
         "n_layer": len(network.blocks),
-        "n_head": network.heads,
+        "n_head": network.attention.heads,
         "n_inner": network.blocks[0].mlp.up.out_features,
         "activation_function": "gelu_new" if form[1] == "TanhMLP" else "gelu",
         "layer_norm_epsilon": network.norm.eps,
@@ -229,11 +231,15 @@ def _windows(network: Any, family: str) -> dict[str, Any]:
     if family == "Llama":
         return {"attention_bias": False, "mlp_bias": False}
     if family == "Mistral":
-        return {"sliding_window": network.window}
-    used = network.window is not None
+        return {"sliding_window": network.attention.window}
+    used = network.attention.window is not None
     return {
         "use_sliding_window": used,
-        **({"sliding_window": network.window, "max_window_layers": network.window_from} if used else {}),
+        **(
+            {"sliding_window": network.attention.window, "max_window_layers": network.attention.window_from}
+            if used
+            else {}
+        ),
     }
 
 

@@ -26,6 +26,11 @@ class Unscaled:
         """What queries and keys are multiplied by."""
         return 1.0
 
+    @property
+    def sharpness(self) -> float:
+        """What the scores of latent attention are multiplied by, of which the positions turn only a part."""
+        return 1.0
+
     def speeds(self, width: int, base: float) -> Tensor:
         """How far each pair of numbers of a head turns from token to token, in radians: (width / 2,), in fp64."""
         return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
@@ -91,6 +96,11 @@ class Yarn(Unscaled):
         if self.mscale and self.mscale_all_dim:
             return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
         return self._sharpness(1.0)
+
+    @property
+    def sharpness(self) -> float:
+        """What the scores of latent attention are multiplied by."""
+        return self._sharpness(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def speeds(self, width: int, base: float) -> Tensor:
         """(width / 2,)"""
