@@ -1,4 +1,4 @@
-"""A decoder's weights and settings as transformers has them: GPT-2, Llama, Mistral, Qwen2 and mixtures; read, written.
+"""A decoder's weights and settings as transformers has them: GPT-2, Llama, Mistral, Qwen2, mixtures; read, written.
 
 `network` is a recipes.language.decoder.Decoder, which calls this.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.language import expert_layouts
+from recipes.language import expert_layouts, latent_layouts
 from recipes.language.experts import Mixture
 from recipes.language.pairs import Pair, same
 from recipes.language.rotary_scaling import words_of
@@ -105,7 +105,8 @@ def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
             _, number, inner = layer.split(".", 2)
             mlp = network.blocks[int(number)].mlp
             if isinstance(mlp, Mixture) and inner.startswith("mlp."):
-                layouts = expert_layouts.pairs(mlp, f"model.layers.{number}.", inner, kind)
+                mixtral = expert_layouts.is_mixtral(network.attention, mlp)
+                layouts = expert_layouts.pairs(mlp, mixtral, f"model.layers.{number}.", inner, kind)
                 yield from ((name, pair) for pair in layouts)
             elif llama:
                 yield name, _of_llama(network, f"model.layers.{number}.", inner, kind)
@@ -117,6 +118,9 @@ _OUTER_GPT2 = {"embed": "transformer.wte", "position": "transformer.wpe", "norm"
 
 
 def _of_llama(network: Any, block: str, inner: str, kind: str) -> Pair:
+    latent = network.attention.latent
+    if latent is not None and inner.startswith("attention."):
+        return latent_layouts.pair(network.attention, latent, block, inner.removeprefix("attention."), kind)
     if inner != "attention.qkv":
         return same(f"{block}{_LLAMA[inner]}.{kind}")
     return Pair(tuple(f"{block}{which}.{kind}" for which in _APART), _packed(network), _unpacked(network))
@@ -171,13 +175,14 @@ def configuration(network: Any) -> dict[str, Any]:
     form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
     if network.position is not None:
         return common | _gpt2(network, form)
-    family = (
-        "Qwen2" if block.attention.qkv.bias is not None else "Llama" if network.attention.window is None else "Mistral"
-    )
-    if form != ("RMSNorm", "SwiGLU", False) or (network.attention.window_from and family == "Mistral"):
+    attention = network.attention
+    family = "Qwen2" if attention.qkv_bias else "Llama" if attention.window is None else "Mistral"
+    if form != ("RMSNorm", "SwiGLU", False) or (attention.window_from and family == "Mistral"):
         raise Refusal(_STRANGE)
     if mixture and (family == "Qwen2" or type(block.mlp).__name__ not in ("SwiGLU", "Mixture", "BalancedMixture")):
         raise Refusal(_STRANGE)
+    if attention.latent is not None and mixture is None:
+        raise Refusal("latent attention without experts is written as no family: DeepSeek-V2 and V3 have a mixture")
     base, scaled = block.attention.positions.base, block.attention.positions.scaling
     scaling = words_of(scaled)
     rope = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
@@ -187,9 +192,9 @@ def configuration(network: Any) -> dict[str, Any]:
         **common,
         "hidden_size": width,
         "num_hidden_layers": len(network.blocks),
-        "num_attention_heads": network.attention.heads,
-        "num_key_value_heads": network.attention.groups,
-        "head_dim": width // network.attention.heads,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.groups,
+        **({"head_dim": width // attention.heads} if attention.latent is None else {}),
         "max_position_embeddings": scaled.places(network.context),
         "rms_norm_eps": network.norm.eps,
         "hidden_act": "silu",

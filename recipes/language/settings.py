@@ -12,6 +12,7 @@ from trainer.messages import Refusal
 
 # What may differ: it changes no score, or the shapes of tensors tell, which a start names.
 _FREE = {"architectures", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id"}
+_FREE |= {"num_nextn_predict_layers"}  # layers that are left out, as transformers leaves them out
 # Where their key is one of ours in `model`.
 _OURS = {
     **dict.fromkeys(("n_embd", "hidden_size"), "width"),
@@ -31,6 +32,13 @@ _OURS = {
     "first_k_dense_replace": "dense_first",
     "norm_topk_prob": "normalised",
     "routed_scaling_factor": "scaling",
+    "n_group": "expert_groups",
+    "topk_group": "active_groups",
+    "kv_lora_rank": "kv_rank",
+    "q_lora_rank": "q_rank",
+    "qk_nope_head_dim": "plain_width",
+    "qk_rope_head_dim": "rotary_width",
+    "v_head_dim": "value_width",
     **{name: name for name in ("window", "window_from")},  # as `_plain` has them
 }
 _ACTIVATIONS = {"gelu_new": "model.mlp=gelu_tanh", "gelu": "model.mlp=gelu"}
@@ -41,6 +49,8 @@ _FAMILIES = {
     "mistral": "model=llama",
     "mixtral": "model=mixtral",
     "glm4_moe": "model=deepseek_moe model.scores=sigmoid",
+    "deepseek_v2": "model=deepseek",
+    "deepseek_v3": "model=deepseek model.scores=sigmoid model.bias_rate=0.001",
 }
 # how a family routes, where its config.json does not say so
 _ROUTING: dict[str, dict[str, Any]] = {
@@ -52,8 +62,12 @@ _ROUTING: dict[str, dict[str, Any]] = {
         "shared": 0,
         "expert_inner": None,
         "dense_first": 0,
+        "expert_groups": 1,
+        "active_groups": 1,
     },
     "glm4_moe": {"scores": "sigmoid", "bias_rate": 0.001},
+    "deepseek_v2": {"scores": "softmax", "bias_rate": None, "q_rank": None},
+    "deepseek_v3": {"scores": "sigmoid", "bias_rate": 0.001, "q_rank": None},
 }
 _WINDOWS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 
@@ -63,6 +77,11 @@ def refuse_others(theirs: Mapping[str, Any], own: Mapping[str, Any], head: bool)
 
     head: do the weights hold one of their own? If not, the embedding stands in for it, tied or not.
     """
+    if "quantization_config" in theirs:
+        raise Refusal(
+            "its config.json has a quantization_config: its weights are numbers that need their scales. Write them in"
+            " bf16 first, with the script that DeepSeek-V3 brings (fp8_cast_bf16.py), or take a folder in bf16"
+        )
     theirs, free = _plain(theirs), _FREE if head and own["tie_word_embeddings"] else {*_FREE, "tie_word_embeddings"}
     own = _plain(own)
     other = [key for key in own if key in theirs and key not in free and theirs[key] != own[key]]
@@ -128,6 +147,8 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in config.items() if value is not None and not key.startswith("rope_")}
     if config.get("model_type") == "glm4_moe":  # there a missing word means half
         plain["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+    if config.get("model_type") == "deepseek_v2" and config.get("topk_method") != "group_limited_greedy":
+        plain |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}  # groups are named, and not used
     plain = {key: value for key, value in plain.items() if key not in _WINDOWS}
     return plain | (rotary | _windows(config) if config.get("model_type") != "gpt2" else {})
 
