@@ -91,12 +91,17 @@ EXPERTS = {
 MIXTURES = ("experts biased", "experts limited", "experts behind")
 DECODERS += [(MIXTURES[number % 3], plan) for number, plan in enumerate(PLANS)]
 DECODERS += [(kind, plan) for kind in MIXTURES for plan in EXPERTS]
+# latent attention with experts; its keys may be wider than its values, or not
+LATENT = ("tp on 2, by sequence, dropout", "fsdp_tp on 4, by sequence", "cp on 2", "context and tensor on 4", "pp on 2")
+DECODERS += [("latent", plan) for plan in (*LATENT, "fsdp on 3", "tensor and expert on 4, by sequence")]
+DECODERS += [("latent queries", plan) for plan in (*LATENT, "tp on 2, loss_parallel", "ddp_cp on 4, dropout")]
 PLANS |= EXPERTS
 QUICK_DECODERS = [
     ("experts behind", "fsdp_tp on 4, by sequence"),
     ("experts limited", "ddp_cp on 4, dropout"),
     ("experts limited", "fsdp, expert on 4"),
     ("experts biased", "tensor and expert on 4, by sequence"),
+    ("latent queries", "context and tensor on 4"),
     ("gpt", "pipe and tensor on 4, by sequence"),
     ("gpt tied", "ddp_cp on 4, dropout"),
     ("llama", "context and tensor on 4"),
@@ -112,7 +117,8 @@ PACKED = [
     ("gpt tied", "ddp_cp on 4, dropout"),
     ("llama", "fsdp_cp on 4"),
     ("llama", "context and tensor on 4, by sequence, dropout"),
-    *[(kind, plan) for kind in MIXTURES for plan in ("ddp on 2", "cp on 2", "pp on 2")],
+    *[(kind, plan) for kind in (*MIXTURES, "latent queries") for plan in ("ddp on 2", "cp on 2", "pp on 2")],
+    ("latent", "tp on 2, by sequence"),
 ]
 QUICK_PACKED = [
     ("gpt", "pipe and tensor on 4, by sequence"),
@@ -121,6 +127,7 @@ QUICK_PACKED = [
 ]
 # a token sees three tokens: with and without documents
 WINDOWS = [(kind, plan) for kind in ("gpt window", "llama window") for plan in PACKED_PLANS]
+WINDOWS += [("latent window", "cp on 2"), ("latent window", "tp on 2, by sequence")]
 MORE = [(1, "weighted"), (2, "plain")]  # micro-batches, the task
 everywhere = pytest.mark.parametrize("where", SPREAD)
 AGAIN = (
