@@ -60,7 +60,8 @@ class Stacks(nn.Module):
 
 
 def test_the_matrix_of_each_expert_is_stepped_as_a_matrix() -> None:
-    network, keys = Stacks(), {"adamw": ()}
+    network = Stacks()
+    keys: dict[str, Any] = {"adamw": ()}
     assert taken(network, **keys) == {"router.weight", "experts.weight"}
     assert taken(network, adamw=("experts.weight",)) == {"router.weight"}
 
@@ -68,14 +69,14 @@ def test_the_matrix_of_each_expert_is_stepped_as_a_matrix() -> None:
         return Muon(groups, lr=0.1, **keys)
 
     optimizer = make(parameter_groups(network, True, (), find_roles(make, network, network.plan())))
-    matrices = [nn.Parameter(matrix.detach().clone()) for matrix in network.experts.weight]
+    matrices = [nn.Parameter(matrix.detach().clone()) for matrix in network.experts.get_parameter("weight")]
     alone = make([{"params": matrices}])
     for step in range(3):
         for parameter in (*network.parameters(), *matrices):
             parameter.grad = (parameter.detach() + step).sin()
         optimizer.step()
         alone.step()
-    torch.testing.assert_close(network.experts.weight, torch.stack(matrices))
+    torch.testing.assert_close(network.experts.get_parameter("weight"), torch.stack([*matrices]))
 
 
 def test_its_groups_have_rates_of_their_own() -> None:

@@ -607,9 +607,9 @@ MATRICES |= {
         "tensor and expert on 4": (4, Case("fsdp", {"tensor": 2, "expert": 2})),
     }.items()
 }
-NEED_WHOLE = [(where, "muon") for where in MATRICES] + [(where, "shampoo") for where in ("fsdp on 2", "fsdp_tp on 4")]
-NEED_WHOLE += [("experts, tensor and expert on 4", "shampoo")]
+NEED_WHOLE = [(where, optimizer) for where in MATRICES for optimizer in ("muon", "soap")]
 QUICK_WHOLE = [(where, "muon") for where in ("fsdp on 3", "fsdp_tp on 4", "experts, tensor and expert on 4")]
+QUICK_WHOLE += [("fsdp_tp on 4", "soap")]
 
 
 @pytest.mark.parametrize(("where", "optimizer"), quickly(NEED_WHOLE, *QUICK_WHOLE))

@@ -38,6 +38,7 @@ from trainer.learning.optimizer import (
     refuse_rules,
     should_spare_vectors,
 )
+from trainer.learning.optimizer_leaves import note_settings
 from trainer.learning.parameter_patterns import Rule
 from trainer.learning.schedule import Schedule, TorchSchedule
 from trainer.learning.task import Task
@@ -239,7 +240,7 @@ def optimizer_maker(
     factory = make_factory(node, Optimizer, "optimizer", names, **fused)
 
     def make(groups: Any) -> Optimizer:
-        optimizer = expose_inner_optimizers(factory(groups))
+        optimizer = note_settings(expose_inner_optimizers(factory(groups)))
         if settings.optimizer.whole_matrices is not None:
             vars(optimizer)["whole_matrices"] = settings.optimizer.whole_matrices
         return optimizer

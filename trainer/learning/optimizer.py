@@ -10,9 +10,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from trainer.learning.optimizer_leaves import optimizer_leaves
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import Rule
 from trainer.messages import Refusal
@@ -218,8 +219,8 @@ def state_per_parameter(make_optimizer: Make) -> float:
     with suppress(Exception):  # some optimizers take sparse gradients alone
         optimizer = make_optimizer([{"params": [parameter]}])
         optimizer.step()
-        tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        return round(sum(x.numel() for x in tensors) / parameter.numel(), 1)
+        leaves = optimizer_leaves(optimizer).get(parameter, {})
+        return round(sum(x.numel() for x in leaves.values()) / parameter.numel(), 1)
     return 2.0
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from trainer.learning.optimizer import Make, find_sparse_embeddings
+from trainer.learning.optimizer_leaves import load_leaves, optimizer_leaves
 from trainer.messages import Refusal, first_line, format_count
 
 _ERRORS = (RuntimeError, ValueError, Refusal)
@@ -40,7 +41,7 @@ def refuse_unusable_optimizer(network: nn.Module, make: Make) -> None:
             f"optimizer: {str(error).partition('.')[0]} computes the loss again and again within a step (it needs a"
             " closure); here a step computes it once, so choose another"
         ) from error
-    _refuse_non_tensor_state(optimizer, parameters)
+    _refuse_unstorable_state(optimizer, parameters)
     _refuse_ignored_rate(make, parameters, names)
     _refuse_hidden_state(make, optimizer, parameters)
 
@@ -81,14 +82,19 @@ def _refuse_dimensions(make: Make, names: dict[int, str], error: Exception) -> N
                 ) from error
 
 
-def _refuse_non_tensor_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    for key, value in (pair for parameter in parameters for pair in optimizer.state[parameter].items()):
-        # None is a state that has not begun (a momentum that is off)
-        if value is not None and not isinstance(value, Tensor):
-            raise Refusal(
-                f"optimizer: {type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be"
-                " saved, as torch.tensor(…)"
-            )
+def _refuse_unstorable_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    kind, others = type(optimizer).__name__, [key for key in optimizer.state if key not in {*parameters}]
+    if others:
+        raise Refusal(
+            f"optimizer: {kind} keeps {others[0]!r} in its state, which is no parameter: a checkpoint holds what"
+            " belongs to parameters and their groups"
+        )
+    try:
+        optimizer_leaves(optimizer)
+    except TypeError as error:
+        raise Refusal(
+            f"optimizer: {kind} keeps {error}; tensors and numbers can be saved, and lists, tuples and dicts of them"
+        ) from error
 
 
 def _refuse_ignored_rate(make: Make, parameters: Sequence[nn.Parameter], names: dict[int, str]) -> None:
@@ -107,18 +113,16 @@ def _refuse_hidden_state(make: Make, optimizer: Optimizer, parameters: Sequence[
     """Refuse an optimizer with state that no checkpoint holds: a new one with its stored state steps differently."""
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     resumed = make([{"params": copies}])
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    known = {*parameters}
-    state = {at: copy.deepcopy(dict(optimizer.state[p])) for at, p in enumerate(ordered) if p in known}
-    resumed.load_state_dict({"state": state, "param_groups": resumed.state_dict()["param_groups"]})
+    leaves = optimizer_leaves(optimizer)
+    load_leaves(resumed, {mine: deepcopy(leaves.get(p, {})) for p, mine in zip(parameters, copies, strict=True)})
     # both do the second step; what differs afterwards was not in the state
     _step(optimizer, parameters, 0.5)
     _step(resumed, copies, 0.5)
     if not all(torch.allclose(p, resumed_p, equal_nan=True) for p, resumed_p in zip(parameters, copies, strict=True)):
         raise Refusal(
             f"optimizer: {type(optimizer).__name__} remembers something outside of its state, which no checkpoint would"
-            " hold: a resumed run would go on otherwise. Keep it as tensors in self.state[parameter]; with optimizers"
-            " inside, let self.state be all their states together"
+            " hold: a resumed run would go on otherwise. Keep it in self.state[parameter] or in its group; with"
+            " optimizers inside, let self.state be all their states together"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
 
+from trainer.learning.optimizer_leaves import is_plain, load_leaves, optimizer_leaves
 from trainer.messages import Refusal
 from trainer.parallel.whole_matrices import WholeMatrixOptimizer
 
@@ -24,19 +25,15 @@ OTHER_PREFIXES = (OPTIMIZER_PREFIX, EMA_PREFIX, CARRIED_PREFIX, STRATEGY_PREFIX,
 
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as one flat dict. TypeError where not all of it are tensors."""
+    """The optimizer's state as one flat dict: of each parameter, what this rank keeps of it."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
-    flat: dict[str, Tensor] = {}
-    for parameter, memory in optimizer.state.items():
-        for key, value in memory.items():
-            if value is None:  # SGD without momentum
-                continue
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}; only tensors can be saved"
-                )
-            flat[f"{OPTIMIZER_PREFIX}{names[parameter]}/{key}"] = value
-    return flat
+    return {
+        f"{OPTIMIZER_PREFIX}{names[parameter]}/{key}": x
+        for parameter, leaves in optimizer_leaves(optimizer).items()
+        # what an owner of whole matrices keeps in a group, it alone knows for its matrices
+        if not isinstance(optimizer, WholeMatrixOptimizer) or optimizer.state_like(parameter) is not None
+        for key, x in leaves.items()
+    }
 
 
 def empty_optimizer_state(
@@ -54,13 +51,18 @@ def empty_optimizer_state(
         likes = {name: optimizer.state_like(parameter) for name, parameter in parameters.items()}
         parameters = {name: like for name, like in likes.items() if like is not None}
     space: dict[str, Tensor] = {}
-    for name, parameter_name, _ in _split_names(stored):
+    for name, parameter_name, key in _split_names(stored):
         if parameter_name not in known:
             raise Refusal(f"the checkpoint's {name} belongs to no parameter of this network")
         if parameter_name not in parameters:
             continue
         parameter, shape, dtype = parameters[parameter_name], tuple(stored[name].shape), stored[name].dtype
-        if shape == tuple(parameter.shape):  # moments: they are sharded as their parameter is
+        # moments are of the type of their parameter, in a run of another precision of another one
+        if shape == parameter.shape and parameter_name in stored and dtype == stored[parameter_name].dtype:
+            dtype = parameter.dtype
+        if is_plain(key):
+            space[name] = torch.zeros(shape, dtype=dtype)
+        elif shape == parameter.shape:  # moments: they are sharded as their parameter is
             space[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         elif isinstance(parameter, DTensor) and shape:  # for example one number a row: along the dimensions it shares
             placements = _placements(parameter, shape)
@@ -85,18 +87,11 @@ def _placements(parameter: DTensor, shape: Sequence[int]) -> list[Placement]:
 
 def restore_optimizer(network: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
     """Load the optimizer's state. Its groups and hyper-parameters stay those of the present configuration."""
-    by_parameter: dict[str, dict[str, Tensor]] = {}
+    parameters: dict[str, Tensor] = dict(network.named_parameters())
+    leaves: dict[Tensor, dict[str, Tensor]] = {}
     for name, parameter_name, key in _split_names(state):
-        by_parameter.setdefault(parameter_name, {})[key] = state[name]
-    names = {parameter: name for name, parameter in network.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    # load_state_dict puts step counts where this optimizer wants them (the device if it is fused, else the CPU)
-    optimizer.load_state_dict(
-        {
-            "state": {index: by_parameter[name] for index, name in enumerate(order) if name in by_parameter},
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-    )
+        leaves.setdefault(parameters[parameter_name], {})[key] = state[name]
+    load_leaves(optimizer, leaves)
 
 
 def refuse_checkpoint_shapes(shapes: Mapping[str, Sequence[int]], stored: Mapping[str, Any]) -> None:

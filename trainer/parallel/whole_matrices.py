@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from trainer.learning.optimizer import Groups, Make
+from trainer.learning.optimizer_leaves import note_settings
 from trainer.parallel.buckets import BUCKET_BYTES, make_buckets
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.parameter_owners import assign_owners
@@ -125,6 +126,7 @@ class WholeMatrixOptimizer(Optimizer):
             for group in self._inner.param_groups
         ]
         super().__init__(outside, self._inner.defaults)
+        note_settings(self)
 
     def state_like(self, parameter: Tensor) -> Tensor | None:
         """What this rank's state of a parameter is shaped like: the whole, or its shard; None: it keeps none."""

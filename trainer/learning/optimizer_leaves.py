@@ -1,0 +1,136 @@
+"""What an optimizer remembers as named tensors, and back: also lists of tensors, numbers, and numbers in its groups.
+
+`{"GG": [x, y], "steps": 3}` becomes `GG[0]`, `GG[1]` and `steps=int`. An item of a tuple is `(0)`, of a dict `{key}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Leaves = Mapping[str, Tensor]  # of one parameter
+GROUP = "param_groups"  # stands before the names of what an optimizer keeps in the group of a parameter
+_SETTINGS = "settings_at_first"  # the attribute of an optimizer in which `note_settings` keeps them
+_NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+_BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}
+_ENDS = dict(_BRACKETS.values())
+_MARKS = {*"[](){}=/"}
+_NOT_ITS_OWN = ("params", "lr")  # of a group: the schedule sets the rate in every step
+
+
+def note_settings(optimizer: Optimizer) -> Optimizer:
+    """The same new optimizer. What its steps change in its groups is known from now on, and is no configuration."""
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    vars(optimizer)[_SETTINGS] = deepcopy(kept)
+    return optimizer
+
+
+def optimizer_leaves(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    """By parameter all that a checkpoint must hold. TypeError where something cannot become tensors.
+
+    A number of a group is there for each of its parameters: another strategy has other groups.
+    """
+    leaves: dict[Tensor, dict[str, Tensor]] = {}
+    for parameter, memory in optimizer.state.items():
+        if any(value is not None for value in memory.values()):  # nothing but None: SGD without momentum
+            leaves[parameter] = {name: x for key, value in memory.items() for name, x in _flatten(key, value)}
+    for group, settings in zip(optimizer.param_groups, vars(optimizer).get(_SETTINGS, ()), strict=False):
+        kept = {key: x for key, x in group.items() if key not in _NOT_ITS_OWN}
+        changed = {key: x for key, x in kept.items() if key not in settings or _differ(x, settings[key])}
+        for parameter in group["params"] if changed else ():
+            leaves.setdefault(parameter, {}).update(_flatten(GROUP, changed))
+    return leaves
+
+
+def load_leaves(optimizer: Optimizer, leaves: Mapping[Tensor, Leaves]) -> None:
+    """Take over what an optimizer remembered. Its hyper-parameters stay those of the present configuration."""
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    memories = {parameter: _assemble(leaves[parameter]) for parameter in ordered if parameter in leaves}
+    groups = optimizer.state_dict()["param_groups"]
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        of_group = [memories[p].pop(GROUP) for p in group["params"] if GROUP in memories.get(p, ())]
+        saved.update(of_group[0] if of_group else {})
+    states = {index: memories[p] for index, p in enumerate(ordered) if memories.get(p)}
+    # it puts step counts where this optimizer wants them (the device if it is fused, else the CPU)
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    # but whatever else it takes for numbers of the parameter's type
+    for index, memory in states.items():
+        loaded = optimizer.state[ordered[index]]
+        loaded.update({key: _keep_type(value, loaded[key]) for key, value in memory.items() if key != "step"})
+
+
+def is_plain(name: str) -> bool:
+    """Does this name of a leaf stand for a number or for nothing, not for a tensor?"""
+    return "=" in name or name.endswith(("[]", "()", "{}"))
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        yield name, value
+    elif value is None:
+        yield f"{name}=None", torch.empty(0)
+    elif kind.__name__ in _NUMBERS:
+        yield f"{name}={kind.__name__}", torch.tensor(value, dtype=_NUMBERS[kind.__name__])
+    elif kind in _BRACKETS:
+        begin, end = _BRACKETS[kind]
+        for key, item in value.items() if kind is dict else enumerate(value):
+            if kind is dict and not (isinstance(key, str) and _MARKS.isdisjoint(key)):
+                raise TypeError(f"{name} with the key {key!r}")
+            yield from _flatten(f"{name}{begin}{key}{end}", item)
+        if not value:
+            yield f"{name}{begin}{end}", torch.empty(0)
+    else:
+        raise TypeError(f"{name} as {kind.__name__}")
+
+
+def _assemble(leaves: Leaves) -> dict[str, Any]:
+    """The dict of which `_flatten` has made these."""
+    rests: dict[str, dict[str, Tensor]] = {}
+    for name, x in leaves.items():
+        at = min((place for mark in "[({=" if (place := name.find(mark)) >= 0), default=len(name))
+        rests.setdefault(name[:at], {})[name[at:]] = x
+    return {key: _value(named) for key, named in rests.items()}
+
+
+def _value(rests: Leaves) -> Any:
+    """The value whose leaves have these ends of names."""
+    first, x = next(iter(rests.items()))
+    if not first:
+        return x
+    if first[0] == "=":
+        return None if first == "=None" else x.item()
+    end = _ENDS[first[0]]
+    inside: dict[str, dict[str, Tensor]] = {}
+    for rest, leaf in rests.items():
+        key, _, deeper = rest[1:].partition(end)
+        inside.setdefault(key, {})[deeper] = leaf
+    inside.pop("", None)  # it is empty
+    if end == "}":
+        return {key: _value(named) for key, named in inside.items()}
+    items = [_value(inside[str(index)]) for index in range(len(inside))]
+    return items if end == "]" else tuple(items)
+
+
+def _differ(value: Any, first: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(first, Tensor):
+        return not torch.equal(value, first.to(value.device))
+    if type(value) is type(first) and isinstance(value, list | tuple):
+        return len(value) != len(first) or any(map(_differ, value, first))
+    return type(value) is not type(first) or bool(value != first)
+
+
+def _keep_type(value: Any, loaded: Any) -> Any:
+    """A value as it was saved, on the device to which it was loaded."""
+    if isinstance(value, Tensor):
+        return loaded if value.dtype == loaded.dtype else value.to(loaded.device)
+    if type(value) is dict:
+        return {key: _keep_type(item, loaded[key]) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_keep_type, value, loaded))
+    return loaded
