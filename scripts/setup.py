@@ -27,6 +27,8 @@ READY = VENV / "ready.json"
 UNFINISHED = VENV / "unfinished"
 STDERR = 2  # where pip may talk; stdout is for the run
 EXTRAS = {"train": [], "test": ["test"]}
+# Many tests use one core: several files run at once. tests/conftest.py says how many; `-n 0` switches it off.
+SEVERAL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def main() -> NoReturn:
@@ -42,7 +44,7 @@ def main() -> NoReturn:
     sys.stdout.flush()
     if goal == "test":
         os.chdir(CHECKOUT)
-        run = [str(PYTHON), "-m", "pytest", *words]
+        run = [str(PYTHON), "-m", "pytest", *SEVERAL, *words]
     else:
         run = [str(PYTHON), "-P", str(CHECKOUT / "scripts" / "launch.py"), *words]
     os.execv(PYTHON, run)  # the same process: signals and the exit code need nobody to pass them on

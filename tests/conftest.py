@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 # Before torch is imported anywhere: with more threads than cores, waiting costs more than computing.
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.processes import Processes
 
 LEFT_OUT = pytest.StashKey[int]()
+MOST_LANES = 4  # each has its own group of processes, in 3 to 4 GB of memory
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--some", metavar="SEED", help="a share of the long tests, drawn by this word")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many tests run at once: as many as there are cores, and one where the words choose some of them."""
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.markexpr
+    return 0 if chosen else min(len(os.sched_getaffinity(0)), MOST_LANES)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cheap tests first, so that a plain mistake shows in seconds; without --long only one that is named runs long."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
@@ -43,6 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):  # one of several lanes, and all of them leave out the same
+        config.workeroutput["left_out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A lane has ended: what it left out is told by who speaks for all lanes."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 def _wanted(item: pytest.Item, config: pytest.Config, some: str | None) -> bool:

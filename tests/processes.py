@@ -22,6 +22,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from trainer.launch.rendezvous import Launch, connect_store, say_goodbye
 
 MOST = 4
+ONCE = ("torch._dynamo", "trainer.api", "tests.strategies.toys")  # what nearly every case imports
 PATIENCE = 300.0  # seconds until a group that does not answer is given up
 KEPT = 8  # cases until all meshes go: to find out anew how DTensors are spread costs as much as a case with shards
 PARTING = 30.0  # the same, once a rank has failed: the others may wait for it in a collective
@@ -32,7 +33,8 @@ class Processes:
     """Runs a function on 1 to 4 ranks and returns what each of them returned."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *ONCE])  # imported once, for all of them
         self._pipes: list[Connection] = []
         self._members = []
         self._cases = count()

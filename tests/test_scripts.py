@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from scripts.benchmarks.report import COLUMNS, picture, ratio, tables
+from tests.conftest import MOST_LANES
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -52,6 +53,30 @@ def test_a_test_that_is_named_runs_long_and_the_others_of_other_files_do_not(tmp
         "one.py::test_much[2]",
         "other.py::TestAll::test_in_it",
     ]
+
+
+def test_several_lanes_run_each_test_once_and_say_what_they_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    file = "import os, pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_much(n):\n"
+    file += "    open(f'{__name__}-{n}', 'x').write(os.environ['PYTEST_XDIST_WORKER'])\n\n"
+    file += "@pytest.mark.long\ndef test_more(): ...\n"
+    for number in range(4):
+        (tmp_path / f"test_{number}.py").write_text(file)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n    long\n    slow\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *setup.SEVERAL]
+    found = os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
+    surroundings = {**os.environ, "PYTHONPATH": found}
+    done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=120)
+    assert "4 long tests were left out; with them: scripts/test --long" in done.stdout
+    assert "12 passed" in done.stdout
+    lanes = [{(tmp_path / f"test_{file}-{n}").read_text() for n in range(3)} for file in range(4)]
+    assert all(len(file) == 1 for file in lanes)  # what a file's tests share is made once
+    assert len(set.union(*lanes)) == min(len(os.sched_getaffinity(0)), MOST_LANES)
+    # where some tests are chosen, they run in pytest's own process
+    done = subprocess.run([*command, "test_0.py"], cwd=tmp_path, env=surroundings, capture_output=True, text=True)
+    assert "3 failed, 1 deselected" in done.stdout  # the files exist
+    assert "gw0" not in done.stdout
 
 
 # --- the words
