@@ -69,6 +69,7 @@ _ROUTING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scores": "softmax", "bias_rate": None, "q_rank": None},
     "deepseek_v3": {"scores": "sigmoid", "bias_rate": 0.001, "q_rank": None},
 }
+_ROTARY = {"rope_theta", "rope_scaling", "rope_parameters"}
 _WINDOWS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 
 
@@ -144,7 +145,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
         "rope_scaling": words_of(scaling_of(scaled, "config.json")),
     }
-    plain = {key: value for key, value in config.items() if value is not None and not key.startswith("rope_")}
+    plain = {key: value for key, value in config.items() if value is not None and key not in _ROTARY}
     if config.get("model_type") == "glm4_moe":  # there a missing word means half
         plain["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
     if config.get("model_type") == "deepseek_v2" and config.get("topk_method") != "group_limited_greedy":

@@ -71,6 +71,24 @@ def filled(network: Decoder) -> Decoder:
     return network.eval()
 
 
+def scores(network: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Without the loss that balances experts, where there is one."""
+    output = network(tokens)
+    return output["tokens"] if isinstance(output, dict) else output
+
+
+# what a config.json of the family may say besides, and what is then said
+OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
+    "mixtral": ({"sliding_window": 8}, "window 8, here None"),
+    "glm4_moe": ({"use_qk_norm": True}, "use_qk_norm True, here False"),
+    "deepseek_v2": ({"rope_interleave": False}, "rope_interleave False, here True"),
+    "deepseek_v3": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "has a quantization_config: .* need their scales",
+    ),
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
@@ -79,22 +97,20 @@ def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     theirs, lost = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(lost.values()), lost
     tokens = torch.randint(256, (3, 16))
-    scores = own(tokens)
-    scores = scores["tokens"] if isinstance(scores, dict) else scores
-    torch.testing.assert_close(scores, theirs.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores(own, tokens), theirs.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
 
     # and back, from the files that transformers itself writes
     theirs.save_pretrained(tmp_path / "theirs")
     fresh = filled(Decoder(**SIZES, **FAMILIES[family]))
     fresh.load_state_dict(fresh.translated(load_file(tmp_path / "theirs" / "model.safetensors"), {}), strict=False)
-    torch.testing.assert_close(fresh(tokens), own(tokens), rtol=0, atol=0)
+    torch.testing.assert_close(scores(fresh, tokens), scores(own, tokens), rtol=0, atol=0)
     # as transformers 5 holds them: experts as one tensor
     fresh = filled(Decoder(**SIZES, **FAMILIES[family]))
     fresh.load_state_dict(fresh.translated(theirs.state_dict(), {}), strict=False)
-    torch.testing.assert_close(fresh(tokens), own(tokens), rtol=0, atol=0)
+    torch.testing.assert_close(scores(fresh, tokens), scores(own, tokens), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3"])
 def test_settings_of_a_folder_of_experts_make_its_network(family: str, tmp_path: Path) -> None:
     own = filled(Decoder(**SIZES, **FAMILIES[family]))
     own.save_pretrained(tmp_path)
@@ -103,15 +119,16 @@ def test_settings_of_a_folder_of_experts_make_its_network(family: str, tmp_path:
     config = json.loads((tmp_path / "config.json").read_text())
     again.load_state_dict(again.translated(load_file(tmp_path / "model.safetensors"), config), strict=False)
     tokens = torch.randint(256, (3, 16))
-    torch.testing.assert_close(again.eval()(tokens), own(tokens), rtol=0, atol=0)
-    with pytest.raises(Refusal, match=r"num_experts_per_tok 2, here 1 \(model\.active=2\)"):
+    torch.testing.assert_close(again.eval()(tokens), scores(own, tokens), rtol=0, atol=0)
+    active = FAMILIES[family].get("active", 2)
+    with pytest.raises(Refusal, match=rf"num_experts_per_tok {active}, here 1 \(model\.active={active}\)"):
         Decoder(**{**words, "context": 16, "active": 1}).translated(load_file(tmp_path / "model.safetensors"), config)
-    more: dict[str, Any] = {"sliding_window": 8} if family == "mixtral" else {"use_qk_norm": True}
-    with pytest.raises(Refusal, match=r"window 8|use_qk_norm True, here False"):
+    more, said = OTHERWISE[family]
+    with pytest.raises(Refusal, match=said):
         again.translated(load_file(tmp_path / "model.safetensors"), {**config, **more})
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen2, windows"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen2, windows", "deepseek_v3", "deepseek_v3, yarn"])
 def test_what_is_kept_of_tokens_that_went_by_changes_no_score(family: str) -> None:
     own = filled(Decoder(**SIZES, **FAMILIES[family]))
     prompt = torch.randint(256, (2, 5))
@@ -337,6 +354,14 @@ def test_what_a_key_cannot_do_is_refused() -> None:
         Decoder(**SIZES, loss_parallel=True)
     with pytest.raises(Refusal, match=r"groups that work: 1, 2, 4"):
         Decoder(**SIZES, groups=3)
+    with pytest.raises(
+        Refusal, match=r"model\.expert_groups=3, .*: model\.experts 8 must be whole groups of 1 or more"
+    ):
+        Decoder(**SIZES, experts=8, expert_groups=3)
+    with pytest.raises(Refusal, match=r"model\.kv_rank=8: latent attention has rotary positions, no biases"):
+        Decoder(**SIZES, kv_rank=8)
+    with pytest.raises(Refusal, match=r"neither|none of those that are written"):
+        Decoder(**SIZES, **LATENT).save_pretrained(Path("nowhere"))
     with pytest.raises(Refusal, match=r"model\.rotary is 0\.0; it is the base of rotary positions"):
         Decoder(**SIZES, rotary=0.0)
     for temperature in (-1.0, float("nan"), float("inf")):
