@@ -11,6 +11,9 @@ import torch
 import yaml
 
 from recipes.language.decoder import Decoder
+from recipes.language.huggingface import configuration
+from recipes.language.settings import refuse_others
+from tests.commands import ROOT
 from tests.inside import here
 from trainer.jobs.initial_weights import InitialWeights
 from trainer.messages import Refusal
@@ -222,3 +225,79 @@ def test_a_scaling_that_is_not_there_is_refused() -> None:
             Decoder(**LLAMA, rotary_scaling=scaling)
     with pytest.raises(Refusal, match=r"model\.rotary=null has none"):
         Decoder(**GPT2, rotary_scaling=LINEAR)
+
+
+# what deepseek-ai says of DeepSeek-V2-Lite, and of V3 where it differs
+V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 102400,
+}
+V3: dict[str, Any] = {
+    **V2_LITE,
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 129280,
+}
+
+
+@pytest.mark.parametrize(("config", "parameters"), [(V2_LITE, 15_706_484_224), (V3, 671_026_404_352)])
+def test_published_settings_of_deepseek_make_networks_of_their_size(
+    tmp_path: Path, config: dict[str, Any], parameters: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = Decoder.settings_of(tmp_path, None)
+    with torch.device("meta"):
+        network = Decoder(**words, context=16)
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+    refuse_others(config, configuration(network), head=True)
+    if config is V2_LITE:  # the size of model=deepseek
+        conf = yaml.safe_load((ROOT / "conf" / "model" / "deepseek.yaml").read_text())
+        other = {key for key, value in words.items() if conf[key] != value}
+        assert other == {"vocab_size", "groups", "rotary_scaling"}
