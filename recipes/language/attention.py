@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from recipes.language.causal import Causal
 from recipes.language.masks import Masks
@@ -19,7 +20,7 @@ ALL = NoPast()
 
 @dataclass(frozen=True)
 class Latent:
-    """Widths of latent attention; None in a config.json of transformers is None here."""
+    """Widths of latent attention."""
 
     kv_rank: int  # of the latent of keys and values
     q_rank: int | None  # of the latent of queries; None: they have none
@@ -175,8 +176,10 @@ class LatentAttention(nn.Module):
         q, q_turned = q.split((plain, turned), dim=-1)
         q = torch.cat((q, self.positions(q_turned, start)), dim=-1) * self.scale  # (B, heads, T, plain + turned)
         k, v = past.extended(torch.cat((k, self.shared_key(key, k.shape[1])), dim=-1), v)
+        # as wide as keys: most kernels of attention, and the ring, know one width alone
+        v = pad(v, (0, max(0, plain + turned - value)))
         seen = {} if begins is None else {"begins": begins}
-        return self.out(self.core(q, k, v, **seen).transpose(1, 2).flatten(2))
+        return self.out(self.core(q, k, v, **seen)[..., :value].transpose(1, 2).flatten(2))
 
 
 class SharedKey(nn.Module):

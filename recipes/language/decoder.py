@@ -1,4 +1,4 @@
-"""A decoder: the network of GPT-2, Llama, Mistral and Qwen2, which differ in a few settings of one code."""
+"""A decoder: the network of GPT-2, Llama, Mistral, Qwen2, Mixtral and DeepSeek, a few settings of one code."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class Decoder(nn.Module):
     """Token numbers to a score for every token that may come next.
 
     experts: so many MLPs stand in the place of one, in all blocks behind the first `dense_first`; they are gated, as
-    swiglu. shared: experts of every token. expert_inner: the width inside of one; None: `inner`. The words
-    from `active` on are those of `Routing`.
+    swiglu. shared: experts of every token. expert_inner: the width inside of one; None: `inner`. The words from
+    `active` to `active_groups` are those of `Routing`. kv_rank: latent attention, with the words up to `value_width`,
+    which are those of `Latent`; None: another attention.
 
-    Under tensor parallelism the degree must divide `groups` (and `context`, where the stream is split by `sequence`).
-    length: tokens of a sample; Refusal where they are more than `context`. window: a token sees so many, itself and
-    those before it, in all blocks from number `window_from` on; None: all.
+    Under tensor parallelism the degree must divide `groups`, of latent attention `heads` (and `context`, where the
+    stream is split by `sequence`). length: tokens of a sample; Refusal where they are more than `context`. window: a
+    token sees so many, itself and those before it, in all blocks from number `window_from` on; None: all.
     """
 
     def __init__(
@@ -84,21 +85,19 @@ class Decoder(nn.Module):
         lora_layers: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.context, self.attention = (
-            context,
-            AttentionSettings(
-                width=width,
-                context=context,
-                heads=heads,
-                groups=heads if groups is None else groups,
-                bias=bias,
-                qkv_bias=bias if qkv_bias is None else qkv_bias,
-                rotary=rotary,
-                scaling=scaling_of(rotary_scaling),
-                window=window,
-                window_from=window_from,
-                latent=None if kv_rank is None else Latent(kv_rank, q_rank, plain_width, rotary_width, value_width),
-            ),
+        self.context, self._sequence, self._loss_parallel = context, sequence, loss_parallel
+        self.attention = AttentionSettings(
+            width=width,
+            context=context,
+            heads=heads,
+            groups=heads if groups is None else groups,
+            bias=bias,
+            qkv_bias=bias if qkv_bias is None else qkv_bias,
+            rotary=rotary,
+            scaling=scaling_of(rotary_scaling),
+            window=window,
+            window_from=window_from,
+            latent=None if kv_rank is None else Latent(kv_rank, q_rank, plain_width, rotary_width, value_width),
         )
         balance = (capacity, bias_rate, auxiliary, expert_groups, active_groups)
         routing = None if experts is None else Routing(experts, active, scores, normalised, scaling, *balance)
@@ -107,7 +106,6 @@ class Decoder(nn.Module):
         self.attention.refuse()
         mlps.refuse()
         _refuse(norm, context, length, tied and loss_parallel)
-        self._sequence, self._loss_parallel = sequence, loss_parallel
         make_norm, masks = partial(NORMS[norm], width, eps=eps), Masks()
         self.embed = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(context, width) if rotary is None else None
@@ -216,8 +214,8 @@ class Decoder(nn.Module):
                 divisible["numbers inside an expert"] = module.down.shape[-1]
         learned, tied = self.position is not None, self.head.weight is self.embed.weight
         mlps: list[Any] = [block.mlp for block in self.blocks]
-        # of keys and values that are not alike no ring is there
-        ring = attention.window is None and (latent is None or latent.head_width == latent.value_width)
+        # there is no ring for values that are wider than keys
+        ring = attention.window is None and (latent is None or latent.value_width <= latent.head_width)
         tensor = tensor_plan(latent is not None, mlps, tied, learned, self._sequence, self._loss_parallel)
         return Plan(
             with_adapters(tensor),

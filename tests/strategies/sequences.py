@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts biased": {**EXPERTS, "shared": 1, "scores": "sigmoid", "scaling": 1.5, "bias_rate": 0.01, "active": 3},
     "experts limited": {**EXPERTS, "shared": 2, "capacity": 0.9, "auxiliary": 0.1, "normalised": False},
     "latent queries": {**LATENT, "value_width": 3, "q_rank": 5, "shared": 1, "dense_first": 1},
-    "latent": {**LATENT, "value_width": 6, "shared": 1, "scores": "sigmoid", "expert_groups": 2, "bias_rate": 0.01},
+    "latent": {**LATENT, "value_width": 8, "shared": 1, "scores": "sigmoid", "expert_groups": 2, "bias_rate": 0.01},
     "experts behind": {**EXPERTS, "dense_first": 1, "auxiliary": 0.1, "bias_rate": 0.01},
 }
 

@@ -91,7 +91,7 @@ EXPERTS = {
 MIXTURES = ("experts biased", "experts limited", "experts behind")
 DECODERS += [(MIXTURES[number % 3], plan) for number, plan in enumerate(PLANS)]
 DECODERS += [(kind, plan) for kind in MIXTURES for plan in EXPERTS]
-# latent attention with experts; its keys may be wider than its values, or not
+# latent attention with experts; its values are wider than its keys, or narrower
 LATENT = ("tp on 2, by sequence, dropout", "fsdp_tp on 4, by sequence", "cp on 2", "context and tensor on 4", "pp on 2")
 DECODERS += [("latent", plan) for plan in (*LATENT, "fsdp on 3", "tensor and expert on 4, by sequence")]
 DECODERS += [("latent queries", plan) for plan in (*LATENT, "tp on 2, loss_parallel", "ddp_cp on 4, dropout")]
