@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from torch.nn import functional
 from recipes.language.decoder import Decoder
 from recipes.language.experts import Experts, Mixture, Router, Routing, compute_grouped, compute_one_by_one, figures
 from recipes.language.next_token import NextToken
+from tests.commands import curve
+from tests.inside import product
+from tests.processes import Processes
+from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
+from trainer.parallel.compile import CompileSettings
 from trainer.parallel.expert_parallel import ExpertRanks
 from trainer.strategies.auto import mesh
 from trainer.strategies.fsdp import FSDP
@@ -230,12 +236,34 @@ def test_degrees_that_do_not_divide_are_refused(expert: int, data_ranks: int, sa
 
 
 def test_so_are_networks_without_experts_and_what_experts_do_not_go_with() -> None:
-    dense, mixed = Decoder(**LLAMA), Decoder(**LLAMA, experts=4)
+    dense = Decoder(**LLAMA)
     machine = Machine(device="cpu")
     with pytest.raises(Refusal, match=r"strategy\.expert=2: Decoder has no experts"):
         FSDP(machine=machine, expert=2).check(NextToken(), dense, 2)
-    for words in ({"param_dtype": "bf16"}, {"cpu_offload": True}):
-        with pytest.raises(Refusal, match=r"strategy\.expert=2 strategy\..*: experts are not gathered"):
-            FSDP(machine=machine, expert=2, **words).check(NextToken(), mixed, 2)
     with pytest.raises(Refusal, match=r"strategy\.pipe=2 and strategy\.expert=2"):
         mesh(machine, pipe=2, shard=2, expert=2)
+    for how, fields, said in (
+        (CompileSettings("reduce-overhead"), {}, r"compile\.mode=reduce-overhead"),
+        (CompileSettings(fullgraph=True), {}, r"compile\.fullgraph=true"),
+        (CompileSettings(), {"activation_checkpointing": "units"}, r"strategy\.activation_checkpointing=units"),
+    ):
+        compiled = FSDP(machine=Machine(device="cpu", compile=how), expert=2, **fields)  # type: ignore[arg-type]
+        with pytest.raises(Refusal, match=rf"strategy\.expert=2 {said}: the graph of a unit ends"):
+            compiled.refuse_compile(1)
+
+
+def answer(launch: Launch, place: Path, words: list[str]) -> Any:
+    return product(launch, place, words)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_compiled_around_experts_elsewhere_it_is_the_same_curve(tmp_path: Path, processes: Processes) -> None:
+    words = ["model=moe_nano", "model.depth=2", "model.dense_first=0", "model.width=32", "model.heads=2"]
+    words += ["model.groups=null", "model.expert_inner=32", "data=text", "loop.steps=4", "loop.global_batch=8"]
+    words += ["loop.eval_every=null", "loop.log_every=1", "optimizer=adamw"]
+    assert product(Launch(), tmp_path, [*words, "run.dir=alone", "strategy=single"]) == 0
+    spread = [*words, "run.dir=spread", "strategy=fsdp", "strategy.expert=2", "compile.mode=default"]
+    assert processes.run(2, answer, tmp_path, spread) == [0, 0]
+    for key in ("loss", "grad_norm"):
+        assert curve(tmp_path / "spread", key) == pytest.approx(curve(tmp_path / "alone", key), rel=1e-5)

@@ -85,6 +85,7 @@ EXPERTS = {
     "copies, expert on 2": (2, "", Case("mesh", {"replicate": 2, "expert": 2})),
     "fsdp, expert on 4": (4, "", Case("fsdp", {"expert": 2, "activation_checkpointing": "units"})),
     "hsdp, expert on 4": (4, "", Case("mesh", {"replicate": 2, "shard": 2, "expert": 4})),
+    "offloaded, expert on 2": (2, "", Case("fsdp", {"expert": 2, "cpu_offload": True})),
     "context and expert on 4": (4, "", Case("fsdp", {"context": 2, "expert": 4})),
     "tensor and expert on 4, by sequence": (4, " sequence", Case("fsdp", {"tensor": 2, "expert": 2})),
 }

@@ -57,6 +57,16 @@ def test_gathered_in_bf16_the_masters_stay_whole(processes: Processes) -> None:
     assert any(value != float(torch.tensor(value).bfloat16()) for value in ranks[0]["weights"]["norm.weight"])
 
 
+def test_experts_that_are_not_gathered_compute_in_bf16_as_those_that_are(processes: Processes) -> None:
+    case = Case("fsdp", {"param_dtype": "bf16"}, network="experts behind", task="next", steps=6)
+    gathered, _ = processes.run(2, run, case)
+    spread, _ = processes.run(2, run, case.but(fields={**case.fields, "expert": 2}))
+    # a gradient over the tokens of both ranks is rounded once, and not that of each rank
+    assert max(abs(a - b) for a, b in zip(spread["losses"], gathered["losses"], strict=True)) < 1e-3
+    masters = torch.tensor(spread["weights"]["blocks.1.mlp.experts.gate"])
+    assert not torch.equal(masters, masters.bfloat16().float())
+
+
 def test_degrees_and_plans_are_checked_before_it_starts() -> None:
     with pytest.raises(Refusal, match=r"replicate 3 .* 4 processes|4 processes / .*replicate 3"):
         FSDP(replicate=3).data_ranks(4)

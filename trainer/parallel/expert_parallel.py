@@ -57,14 +57,19 @@ class ExpertRanks:
                         f" {_divisors(count)}"
                     )
 
-    def apply(self, network: nn.Module, plan: Plan) -> None:
-        """Let each rank hold a part of the experts that the plan names, in place, and send tokens to the others."""
+    def apply(self, network: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Let each rank hold a part of the experts that the plan names, in place, and send tokens to the others.
+
+        They compute on this device and in this type, wherever and in whatever they are kept; None: in their own.
+        """
         for key in plan.experts if self._mesh else ():
             for _, module in matching_modules(network, key):
                 for name, parameter in module.named_parameters():
                     setattr(module, name, nn.Parameter(_shard(parameter, self._mesh), parameter.requires_grad))
                 compute: Any = module.compute
-                vars(module)["compute"] = partial(_compute_elsewhere, compute, ranks_along(self._mesh, "expert"))
+                here = partial(_compute_here, module, compute, device, dtype)
+                held, ranks = len(to_local(next(module.parameters()))), ranks_along(self._mesh, "expert")
+                vars(module)["compute"] = _outside_of_graphs(partial(_compute_elsewhere, here, held, ranks))
 
     @torch.no_grad()
     def average_gradients(self, network: nn.Module) -> None:
@@ -110,14 +115,43 @@ def _shard(parameter: Tensor, mesh: Any) -> DTensor:
     )
 
 
-def _compute_elsewhere(compute: Callable[..., Tensor], ranks: Ranks, rows: Tensor, chosen: Tensor) -> Tensor:
+def _outside_of_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, which no compiled graph contains: how many rows travel is known only as it runs."""
+
+    @torch.compiler.disable
+    def call(rows: Tensor, chosen: Tensor) -> Tensor:
+        return function(rows, chosen)
+
+    return call
+
+
+def _compute_here(
+    module: nn.Module,
+    compute: Callable[..., Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    rows: Tensor,
+    chosen: Tensor,
+) -> Tensor:
+    """`compute` of a module, with its parameters brought to a device and a type; their gradients go back."""
+    kept = dict(module.named_parameters())
+    # an attribute of an object comes before a parameter of the same name
+    vars(module).update({name: each.to(device, each.dtype if dtype is None else dtype) for name, each in kept.items()})
+    try:
+        return compute(rows, chosen)
+    finally:
+        for name in kept:
+            del vars(module)[name]
+
+
+def _compute_elsewhere(compute: Callable[..., Tensor], held: int, ranks: Ranks, rows: Tensor, chosen: Tensor) -> Tensor:
     """Collective: rows (choices, width) in the order of their experts go to the ranks of these, and come back.
 
     chosen: the experts' numbers, in any order; rows of no expert are last, and become zeros. compute: the same for the
-    experts of this rank.
+    experts of this rank, of which there are `held`.
     """
     with torch.no_grad():
-        experts = ranks.size * _experts_here(compute)
+        experts = ranks.size * held
         counts = chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
         counts = counts.view(ranks.size, -1)  # (ranks, experts of a rank)
         arriving = ranks.all_to_all(counts)  # the expert ranks; how many rows come for each expert here
@@ -133,11 +167,6 @@ def _compute_elsewhere(compute: Callable[..., Tensor], ranks: Ranks, rows: Tenso
     results = compute(here[order], numbers)[back]
     returned = _Exchange.apply(results, ranks, receives, sends)  # the expert ranks; what came of them
     return torch.cat([returned, returned.new_zeros(len(rows) - kept, rows.shape[1])])
-
-
-def _experts_here(compute: Any) -> int:
-    """How many experts this rank holds, of a module whose parameters have them as the first dimension."""
-    return len(to_local(next(compute.__self__.parameters())))
 
 
 class _Exchange(torch.autograd.Function):

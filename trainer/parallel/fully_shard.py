@@ -151,17 +151,17 @@ def apply_fully_shard(
 
 
 def _replicated_parameters(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
-    """The parameters that stay whole on every rank: single numbers, which fully_shard refuses, and what is too short.
+    """The parameters that fully_shard leaves alone: single numbers, which it refuses, what is too short, and experts.
 
+    All but these experts, of which other data ranks have others, stay whole on every rank.
     Where parameters are cast, what stays whole would stay as it is, and mix with what is cast. So there only BatchNorms
     do, whose weights must have the type of their running statistics.
     """
+    experts = {parameter for parameter in network.parameters() if "expert" in split_axes(parameter)}
     if how.param_dtype:
         of_norms = {parameter for norm in all_batch_norms(network) for parameter in norm.parameters()}
-        return of_norms | {parameter for parameter in network.parameters() if parameter.dim() == 0}
-    # experts of which other data ranks have others are not gathered either
-    whole = (p for p in network.parameters() if "expert" in split_axes(p) or _shard_dim(p, ranks) is None)
-    return set(whole)
+        return experts | of_norms | {parameter for parameter in network.parameters() if parameter.dim() == 0}
+    return experts | {parameter for parameter in network.parameters() if _shard_dim(parameter, ranks) is None}
 
 
 def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:

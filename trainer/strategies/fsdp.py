@@ -58,17 +58,6 @@ class FSDP(Meshed):
             raise Refusal(f"strategy.expert={self.expert}: a degree is 1 (nothing) or more")
         if self.expert > 1:
             ExpertRanks.refuse(network, plan, self.expert, world_size // self.tensor)
-            if self.machine.compile is not None:
-                raise Refusal(
-                    f"strategy.expert={self.expert} compile.mode={self.machine.compile.mode}: not tried with tokens"
-                    " that travel inside a compiled unit; compile.mode=null, or strategy.expert=1"
-                )
-            for key, value in (("param_dtype", self.param_dtype), ("cpu_offload", self.cpu_offload)):
-                if value:
-                    raise Refusal(
-                        f"strategy.expert={self.expert} strategy.{key}={str(value).lower()}: experts are not gathered,"
-                        f" so they would stay as they are; leave {key} out, or strategy.expert=1"
-                    )
 
     @override
     def notes(self, network: nn.Module) -> list[str]:
@@ -83,6 +72,19 @@ class FSDP(Meshed):
                 f"strategy={self.name} compile.scope=network: each unit is gathered before it runs, so no graph can"
                 " span two of them; use compile.scope=units, or leave it out"
             )
+        if self.machine.compile is not None and self.expert > 1:
+            mode, recomputed = self.machine.compile.mode, self.activation_checkpointing
+            wrong = {
+                f"compile.mode={mode}": mode != "default",
+                "compile.fullgraph=true": self.machine.compile.fullgraph,
+                f"strategy.activation_checkpointing={recomputed}": recomputed != "none",
+            }
+            for words in (key for key, is_so in wrong.items() if is_so):
+                raise Refusal(
+                    f"strategy.expert={self.expert} {words}: the graph of a unit ends where its tokens travel to their"
+                    " experts, and goes on behind that; compile.mode=default works, with fullgraph and"
+                    " activation_checkpointing left out"
+                )
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:

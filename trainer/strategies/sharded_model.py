@@ -81,7 +81,8 @@ class ShardedModel(ParallelModel):
             for name in frozen:  # torch's SequenceParallel makes new parameters, which learn
                 network.get_parameter(name).requires_grad_(False)
             self.rng.follow_plan(network, plan, self._tensor_ranks)
-        self.strategy.experts.apply(network, plan)
+        dtype = torch.bfloat16 if vars(self.strategy).get("param_dtype") else None
+        self.strategy.experts.apply(network, plan, self.strategy.device, dtype)
 
     @override
     def shard(self, names: list[str]) -> None:
