@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.commands import curve, lines
+from tests.commands import curve, finish, lines, single
 from tests.inside import here
-from trainer.learning.optimizer_checks import refuse_unusable_optimizer
+from trainer.learning.optimizer_checks import refuse_coupled_steps, refuse_unusable_optimizer
 from trainer.messages import Refusal
 
 
@@ -63,10 +63,26 @@ class Deaf(Hidden):
             p -= self.rate * p.grad
 
 
+class Coupled(torch.optim.Optimizer):
+    """One rate for all, from the norm of all gradients; its group keeps it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "estimate": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(torch.stack([p.grad.square().sum() for p in every]).sum().sqrt()) if every else 0.0
+        for group in self.param_groups:
+            group["estimate"] = max(group["estimate"], norm)
+        for p in every:
+            p -= self.param_groups[0]["lr"] / (1 + self.param_groups[0]["estimate"]) * p.grad
+
+
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A small run with these classes as options of `optimizer`."""
-    for name in ("both", "hidden", "deaf"):
+    for name in ("both", "hidden", "deaf", "coupled"):
         option = tmp_path / "conf" / "optimizer" / f"{name}.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
         option.write_text(f"_target_: tests.test_optimizer_checks.{name.title()}\nlr: 0.02\n")
@@ -110,6 +126,16 @@ def test_an_optimizer_with_a_rate_of_its_own_is_refused(words: list[str]) -> Non
         here(*words, "optimizer=deaf", "run.dir=run")
 
 
+def test_an_optimizer_that_couples_parameters_keeps_its_group_and_needs_all_of_them(words: list[str]) -> None:
+    words = [*words, "optimizer=coupled", "loop.steps=4", "precision=fp64"]
+    assert here(*words, "run.dir=whole", "loop.save_every=2") == 0
+    # its number is in the checkpoint: without it the estimate would begin anew, at a smaller gradient
+    assert here(*words, "run.dir=again", "run.resume=whole/checkpoints/step-00000002") == 0
+    assert [line["loss"] for line in lines(Path("again"), "train")] == curve(Path("whole"))[2:]
+    said = finish(single(*words, "run.dir=other", "processes=2", "strategy=zero1"), Path.cwd(), 2)
+    assert "Coupled steps a parameter by what it knows of all others" in said
+
+
 KNOWN = [
     "SGD",
     "Adam",
@@ -131,3 +157,4 @@ def test_those_of_torch_pass(words: list[str], name: str) -> None:
     network = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Linear(2, 2))
     kind = getattr(torch.optim, name)
     refuse_unusable_optimizer(network, lambda groups: kind(groups, lr=0.01))
+    refuse_coupled_steps(network, lambda groups: kind(groups, lr=0.01), "zero1")

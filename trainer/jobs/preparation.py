@@ -27,7 +27,7 @@ from trainer.launch.failure import error_chain
 from trainer.launch.store_collectives import run_one_per_node_first
 from trainer.learning.freezing import freeze, refuse_frozen
 from trainer.learning.optimizer import Roles, find_roles
-from trainer.learning.optimizer_checks import refuse_unusable_optimizer
+from trainer.learning.optimizer_checks import refuse_coupled_steps, refuse_unusable_optimizer
 from trainer.learning.parameter_patterns import Rule, resolve_rules
 from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_task_parameters
 from trainer.messages import Refusal
@@ -82,6 +82,8 @@ def prepare(run: RunParts) -> PreparedRun:
     network = prepared.network
     # two steps over a few numbers: does the optimizer compute at all?
     refuse_unusable_optimizer(network, run.make_optimizer)
+    if run.strategy.divides_parameters and launch.world_size > 1:
+        refuse_coupled_steps(network, run.make_optimizer, run.strategy.name)
     refuse_text_sample(run, network)
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
     identity = identify_data(run.data, training, order.length, evaluation) if launch.is_main else {}

@@ -23,9 +23,7 @@ def refuse_unusable_optimizer(network: nn.Module, make: Make) -> None:
     Tried over a few numbers for each number of dimensions: Muon takes only matrices, SparseAdam nothing dense.
     """
     refuse_sparse_step(network, make)
-    sparse = {embedding.weight for embedding in find_sparse_embeddings(network).values()}
-    trained = {n: p for n, p in network.named_parameters() if p.requires_grad and p not in sparse}
-    names = {parameter.dim(): name for name, parameter in trained.items()}  # number of dimensions → an example
+    names = _examples(network)
     if not names:
         return
     # all of them at once: an optimizer may contain one for matrices and another one for the rest
@@ -44,6 +42,48 @@ def refuse_unusable_optimizer(network: nn.Module, make: Make) -> None:
     _refuse_unstorable_state(optimizer, parameters)
     _refuse_ignored_rate(make, parameters, names)
     _refuse_hidden_state(make, optimizer, parameters)
+
+
+def _examples(network: nn.Module) -> dict[int, str]:
+    """Number of dimensions → the name of a parameter that has so many, and a dense gradient."""
+    sparse = {embedding.weight for embedding in find_sparse_embeddings(network).values()}
+    return {p.dim(): name for name, p in network.named_parameters() if p.requires_grad and p not in sparse}
+
+
+def refuse_coupled_steps(network: nn.Module, make: Make, strategy: str) -> None:
+    """Refuse an optimizer that steps a parameter by what it knows of the others, where a rank has some of them.
+
+    Prodigy and D-Adaptation estimate one rate for all, LAMB clips by the norm of all. Others draw random numbers, which
+    begin anew on each rank.
+    """
+    dims = [*_examples(network)] * 2  # two of each: a network may have matrices alone
+    together = [_trial_parameter(count) for count in dims]
+    leaves = _leaves_after_steps(make, together)
+    for among_others, count in zip(together, dims, strict=True):
+        alone = _trial_parameter(count)
+        try:
+            mine = {"value": alone, **_leaves_after_steps(make, [alone]).get(alone, {})}
+        except _ERRORS:  # of several optimizers inside, one has nothing to step
+            continue
+        others = {"value": among_others, **leaves.get(among_others, {})}
+        if mine.keys() != others.keys() or not all(_close(x, others[name]) for name, x in mine.items()):
+            kind = type(make([{"params": [alone]}])).__name__
+            raise Refusal(
+                f"optimizer: {kind} steps a parameter by what it knows of all others, or by random numbers that it"
+                f" draws for all in turn, and strategy={strategy} gives each rank some of them: the curve would be"
+                " another one. strategy=ddp gives it all"
+            )
+
+
+def _leaves_after_steps(make: Make, parameters: Sequence[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
+    optimizer = make([{"params": parameters}])
+    for factor in (1.0, 0.5, 2.0):  # what a first step has found out may show in the next ones
+        _step(optimizer, parameters, factor)
+    return optimizer_leaves(optimizer)
+
+
+def _close(x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape and torch.allclose(x.double(), other.double(), atol=0, equal_nan=True)
 
 
 def _trial_parameter(dims: int) -> nn.Parameter:

@@ -1,17 +1,21 @@
 """What an optimizer remembers as named tensors, and back: also lists of tensors, numbers, and numbers in its groups.
 
 `{"GG": [x, y], "steps": 3}` becomes `GG[0]`, `GG[1]` and `steps=int`. An item of a tuple is `(0)`, of a dict `{key}`.
+`Q^T` is a matrix whose columns lie in order: with rows in order after a resume, its products would be rounded otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from trainer.data.nested_tensors import map_tensors
 
 Leaves = Mapping[str, Tensor]  # of one parameter
 GROUP = "param_groups"  # stands before the names of what an optimizer keeps in the group of a parameter
@@ -19,7 +23,8 @@ _SETTINGS = "settings_at_first"  # the attribute of an optimizer in which `note_
 _NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}
 _ENDS = dict(_BRACKETS.values())
-_MARKS = {*"[](){}=/"}
+_MARKS = {*"[](){}=/^"}
+_COLUMNS = "^T"
 _NOT_ITS_OWN = ("params", "lr")  # of a group: the schedule sets the rate in every step
 
 
@@ -38,7 +43,8 @@ def optimizer_leaves(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
     leaves: dict[Tensor, dict[str, Tensor]] = {}
     for parameter, memory in optimizer.state.items():
         if any(value is not None for value in memory.values()):  # nothing but None: SGD without momentum
-            leaves[parameter] = {name: x for key, value in memory.items() for name, x in _flatten(key, value)}
+            flat = [leaf for key, value in memory.items() for leaf in _flatten(key, value)]
+            leaves[parameter] = {f"{name}{_COLUMNS}" if _by_columns(x, parameter) else name: x for name, x in flat}
     for group, settings in zip(optimizer.param_groups, vars(optimizer).get(_SETTINGS, ()), strict=False):
         kept = {key: x for key, x in group.items() if key not in _NOT_ITS_OWN}
         changed = {key: x for key, x in kept.items() if key not in settings or _differ(x, settings[key])}
@@ -52,9 +58,14 @@ def load_leaves(optimizer: Optimizer, leaves: Mapping[Tensor, Leaves]) -> None:
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     memories = {parameter: _assemble(leaves[parameter]) for parameter in ordered if parameter in leaves}
     groups = optimizer.state_dict()["param_groups"]
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        of_group = [memories[p].pop(GROUP) for p in group["params"] if GROUP in memories.get(p, ())]
-        saved.update(of_group[0] if of_group else {})
+    at_first = vars(optimizer).get(_SETTINGS, [{}] * len(groups))
+    for group, saved, settings in zip(optimizer.param_groups, groups, at_first, strict=True):
+        # what this one's own steps have left there, before the run went back to a checkpoint, is forgotten
+        for key in saved.keys() - {*_NOT_ITS_OWN}:
+            saved[key] = deepcopy(settings.get(key, saved[key]))
+        for parameter in group["params"]:
+            numbers, device = memories.get(parameter, {}).pop(GROUP, {}), parameter.device
+            saved.update(map_tensors(numbers, partial(Tensor.to, device=device)))
     states = {index: memories[p] for index, p in enumerate(ordered) if memories.get(p)}
     # it puts step counts where this optimizer wants them (the device if it is fused, else the CPU)
     optimizer.load_state_dict({"state": states, "param_groups": groups})
@@ -65,8 +76,8 @@ def load_leaves(optimizer: Optimizer, leaves: Mapping[Tensor, Leaves]) -> None:
 
 
 def is_plain(name: str) -> bool:
-    """Does this name of a leaf stand for a number or for nothing, not for a tensor?"""
-    return "=" in name or name.endswith(("[]", "()", "{}"))
+    """Is a leaf of this name no tensor that could be sharded, but a number, nothing, or something of a group?"""
+    return "=" in name or name.startswith(GROUP) or name.endswith(("[]", "()", "{}"))
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -77,6 +88,8 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}=None", torch.empty(0)
     elif kind.__name__ in _NUMBERS:
         yield f"{name}={kind.__name__}", torch.tensor(value, dtype=_NUMBERS[kind.__name__])
+    elif kind is str:
+        yield f"{name}=str", torch.tensor([*value.encode()], dtype=torch.uint8)
     elif kind in _BRACKETS:
         begin, end = _BRACKETS[kind]
         for key, item in value.items() if kind is dict else enumerate(value):
@@ -89,11 +102,16 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         raise TypeError(f"{name} as {kind.__name__}")
 
 
+def _by_columns(x: Tensor, parameter: Tensor) -> bool:
+    # what lies as its parameter does is made like it, whoever reads it
+    return x.dim() == 2 and not x.is_contiguous() and x.T.is_contiguous() and x.stride() != parameter.stride()
+
+
 def _assemble(leaves: Leaves) -> dict[str, Any]:
     """The dict of which `_flatten` has made these."""
     rests: dict[str, dict[str, Tensor]] = {}
     for name, x in leaves.items():
-        at = min((place for mark in "[({=" if (place := name.find(mark)) >= 0), default=len(name))
+        at = min((place for mark in "[({=^" if (place := name.find(mark)) >= 0), default=len(name))
         rests.setdefault(name[:at], {})[name[at:]] = x
     return {key: _value(named) for key, named in rests.items()}
 
@@ -103,6 +121,10 @@ def _value(rests: Leaves) -> Any:
     first, x = next(iter(rests.items()))
     if not first:
         return x
+    if first == _COLUMNS:
+        return x.T.contiguous().T
+    if first == "=str":
+        return bytes(x.tolist()).decode()
     if first[0] == "=":
         return None if first == "=None" else x.item()
     end = _ENDS[first[0]]
@@ -133,4 +155,4 @@ def _keep_type(value: Any, loaded: Any) -> Any:
         return {key: _keep_type(item, loaded[key]) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_keep_type, value, loaded))
-    return loaded
+    return value

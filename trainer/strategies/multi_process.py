@@ -118,6 +118,7 @@ class Meshed(Joined):
     Fields with the name of an axis are its size; None: the processes that the other axes leave.
     """
 
+    divides_parameters: ClassVar[bool] = True
     axis: ClassVar[str]  # the axis that the mesh has even if its size is 1
     attention: ContextAttention = "auto"  # how context ranks get the keys and values that their queries see
     bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks

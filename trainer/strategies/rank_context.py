@@ -42,6 +42,7 @@ class RankContext:
 
     narrowing: ClassVar[tuple[str, ...]] = ()  # fields that make numbers narrower than the precision; null: they do not
     own_curve: ClassVar[bool] = False  # is its learning curve another one than that of one process, on purpose?
+    divides_parameters: ClassVar[bool] = False  # does the optimizer of a rank step some of them, or parts?
     sync_bn: bool = False  # BatchNorm's statistics over the whole micro-batch of all data ranks
     activation_checkpointing: ActivationCheckpointing = "none"  # what the backward computes again instead of keeping it
     activation_offload: bool = False  # what the backward needs waits in the host's memory

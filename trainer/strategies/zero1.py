@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ class Zero1(Joined):
     Stage 1 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
 
+    divides_parameters: ClassVar[bool] = True
     bucket_mb: int = 25  # MiB of gradients or parameters that are sent as one; larger: fewer and later
     owning: Group = field(init=False, repr=False)  # all ranks again, for gradients and parameters alone
 
