@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.commands import curve, finish, lines, single
+from tests.commands import curve, far, finish, lines, single
 from tests.inside import here
 from trainer.learning.optimizer_checks import refuse_coupled_steps, refuse_unusable_optimizer
 from trainer.messages import Refusal
@@ -79,16 +79,52 @@ class Coupled(torch.optim.Optimizer):
             p -= self.param_groups[0]["lr"] / (1 + self.param_groups[0]["estimate"]) * p.grad
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that evaluates a mean of the weights it has had, as the package has it: made for an evaluation."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "training": False, "k": 0})
+
+    def train(self) -> None:
+        self._swap(True, 1 - 0.9)
+
+    def eval(self) -> None:
+        self._swap(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def _swap(self, training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["training"] != training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["training"]:
+                raise Exception("not in train mode")
+            group["k"] += 1
+            for p in (each for each in group["params"] if each.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (1 - 0.9 * (1 - 1 / group["k"])))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A small run with these classes as options of `optimizer`."""
-    for name in ("both", "hidden", "deaf", "coupled"):
-        option = tmp_path / "conf" / "optimizer" / f"{name}.yaml"
+    for kind in (Both, Hidden, Deaf, Coupled, ScheduleFree):
+        option = tmp_path / "conf" / "optimizer" / f"{kind.__name__.lower()}.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
-        option.write_text(f"_target_: tests.test_optimizer_checks.{name.title()}\nlr: 0.02\n")
+        option.write_text(f"_target_: tests.test_optimizer_checks.{kind.__name__}\nlr: 0.02\n")
     monkeypatch.chdir(tmp_path)
     brief = ["trust=[tests]", "loop.log_every=1", "loop.global_batch=24", "loop.eval_every=null", "model.width=16"]
     return ["--config-dir", "conf", *brief, "model=mlp", "model.depth=1", "loop.epochs=null"]
+
+
+def _losses(run: str, kind: str = "train") -> list[float]:
+    return [line["loss"] for line in lines(Path(run), kind)]
 
 
 def test_muon_and_adamw_in_one_class_train_are_saved_and_scheduled(words: list[str]) -> None:
@@ -99,7 +135,7 @@ def test_muon_and_adamw_in_one_class_train_are_saved_and_scheduled(words: list[s
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"} == {name.rsplit("/")[-1] for name in names}
     # a run that goes on from the middle is the same one
     assert here(*words, "run.dir=again", "run.resume=whole/checkpoints/step-00000002") == 0
-    assert [line["loss"] for line in lines(Path("again"), "train")] == curve(Path("whole"))[2:]
+    assert _losses("again") == curve(Path("whole"))[2:]
     # and a schedule is heard
     assert here(*words, "run.dir=other", "schedule=constant") == 0
     assert curve(Path("other"))[1:] != curve(Path("whole"))[1:]
@@ -131,9 +167,25 @@ def test_an_optimizer_that_couples_parameters_keeps_its_group_and_needs_all_of_t
     assert here(*words, "run.dir=whole", "loop.save_every=2") == 0
     # its number is in the checkpoint: without it the estimate would begin anew, at a smaller gradient
     assert here(*words, "run.dir=again", "run.resume=whole/checkpoints/step-00000002") == 0
-    assert [line["loss"] for line in lines(Path("again"), "train")] == curve(Path("whole"))[2:]
+    assert _losses("again") == curve(Path("whole"))[2:]
     said = finish(single(*words, "run.dir=other", "processes=2", "strategy=zero1"), Path.cwd(), 2)
     assert "Coupled steps a parameter by what it knows of all others" in said
+
+
+def test_a_schedule_free_optimizer_evaluates_and_saves_its_mean(words: list[str]) -> None:
+    words = [*words, "optimizer=schedulefree", "loop.steps=6", "precision=fp64", "loop.save_every=3"]
+    assert here(*words, "run.dir=whole", "loop.eval_every=2") == 0
+    # an evaluation, which swaps the weights and back, changes a step's rounding alone
+    for strategy in ("zero1", "fsdp"):
+        name = f"run.dir={strategy}"
+        finish(single(*words, name, "loop.eval_every=2", "processes=2", f"strategy={strategy}"), Path.cwd())
+        assert far(curve(Path(strategy)), curve(Path("whole"))) < 1e-12
+        assert far(_losses(strategy, "eval"), _losses("whole", "eval")) < 1e-12
+        # from its checkpoint one process goes on
+        assert here(*words, f"run.dir=from-{strategy}", f"run.resume={strategy}/checkpoints/step-00000003") == 0
+        assert far(_losses(f"from-{strategy}"), curve(Path("whole"))[3:]) < 1e-12
+    assert here(*words, "run.dir=again", "loop.eval_every=2", "run.resume=whole/checkpoints/step-00000003") == 0
+    assert _losses("again") == curve(Path("whole"))[3:]
 
 
 KNOWN = [

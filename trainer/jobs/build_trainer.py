@@ -37,6 +37,7 @@ from trainer.records.profiler import NoProfiler, StepProfiler
 from trainer.records.resume_rules import parse_config
 from trainer.records.sinks import Log, implements
 from trainer.strategies.parallel_model import ParallelModel
+from trainer.strategies.weight_switch import make_weight_switch
 
 _ALLOWED_FAILURES = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 
@@ -133,6 +134,7 @@ def build_model(run: PreparedRun, example: tuple[Any, Any], log: Log) -> tuple[P
     model.work = utilization
     # the optimizer comes after the strategy: it steps what this rank owns by now
     optimizer = make_optimizer(run, model, log)
+    model.switch = make_weight_switch(optimizer, model.deliver_weights)
     model.keep_average(run.settings.ema.decay, run.settings.ema.every)
     if run.settings.loop.on_nonfinite == "skip":  # a scaler around the scaler
         model.skip_broken_steps()

@@ -37,6 +37,7 @@ from trainer.learning.optimizer import (
     refuse_rate,
     refuse_rules,
     should_spare_vectors,
+    trains_other_weights,
 )
 from trainer.learning.optimizer_leaves import note_settings
 from trainer.learning.parameter_patterns import Rule
@@ -240,7 +241,10 @@ def optimizer_maker(
     factory = make_factory(node, Optimizer, "optimizer", names, **fused)
 
     def make(groups: Any) -> Optimizer:
-        optimizer = note_settings(expose_inner_optimizers(factory(groups)))
+        optimizer: Any = expose_inner_optimizers(factory(groups))
+        if trains_other_weights(optimizer):  # some are made as for an evaluation, and would not step
+            optimizer.train()
+        note_settings(optimizer)
         if settings.optimizer.whole_matrices is not None:
             vars(optimizer)["whole_matrices"] = settings.optimizer.whole_matrices
         return optimizer

@@ -104,6 +104,11 @@ def should_spare_vectors(kind: Any, weight_decay: float | None, decay: str) -> b
     return decay == "weights" and argument is not None and amount != 0
 
 
+def trains_other_weights(optimizer: Optimizer) -> bool:
+    """Does it train other weights than those to evaluate? Then it has `train()` and `eval()`, which swap them."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 def needs_whole_matrices(make: Make) -> bool:
     """Does this optimizer compute with whole matrices, so that a shard of one would be stepped otherwise?"""
     return bool(getattr(make_trial_optimizer(make), "whole_matrices", False))

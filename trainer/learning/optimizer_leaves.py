@@ -1,7 +1,7 @@
 """What an optimizer remembers as named tensors, and back: also lists of tensors, numbers, and numbers in its groups.
 
 `{"GG": [x, y], "steps": 3}` becomes `GG[0]`, `GG[1]` and `steps=int`. An item of a tuple is `(0)`, of a dict `{key}`.
-`Q^T` is a matrix whose columns lie in order: with rows in order after a resume, its products would be rounded otherwise.
+`Q^T` is a matrix whose columns lie in order: resumed with rows in order, its products would be rounded otherwise.
 """
 
 from __future__ import annotations

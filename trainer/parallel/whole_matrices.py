@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from trainer.learning.optimizer import Groups, Make
+from trainer.learning.optimizer import Groups, Make, trains_other_weights
 from trainer.learning.optimizer_leaves import note_settings
+from trainer.messages import Refusal
 from trainer.parallel.buckets import BUCKET_BYTES, make_buckets
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.parameter_owners import assign_owners
@@ -121,6 +122,11 @@ class WholeMatrixOptimizer(Optimizer):
         self._inner = make(inside)
         if self._inner.defaults.get("fused"):  # its kernels would want to know of overflows
             self._inner = make([{**group, "fused": False} for group in inside])
+        if trains_other_weights(self._inner):
+            raise Refusal(
+                f"optimizer: {type(self._inner).__name__} evaluates other weights than it trains, and swaps them on"
+                " shards only: leave out optimizer.whole_matrices, or use strategy=ddp or strategy=zero1"
+            )
         outside = [
             {**group, "params": [self._parameters.get(p, p) for p in group["params"]]}
             for group in self._inner.param_groups

@@ -203,6 +203,7 @@ class DiLoCoModel(ParallelModel):
 
     @override
     def settle(self) -> None:
+        self.switch.use(training=False)  # of this rank's own weights, not of the shared ones
         self._exchange()
         super().settle()
 

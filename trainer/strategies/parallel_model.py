@@ -50,6 +50,7 @@ from trainer.strategies.machine import Machine
 from trainer.strategies.rank_context import RankContext
 from trainer.strategies.recurrent_state import make_recurrent_state
 from trainer.strategies.step_timing import NoUtilization
+from trainer.strategies.weight_switch import NoWeightSwitch
 
 
 class ParallelModel:
@@ -74,6 +75,7 @@ class ParallelModel:
         self.compiler = make_compiler(self.machine.compile, draws_samples=strategy.dropout == "sample")
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
+        self.switch = NoWeightSwitch()  # until there is an optimizer
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # first the types of parameters and layers, which all that follows depends on
         network = to_precision(network, task, self.machine)
@@ -163,6 +165,7 @@ class ParallelModel:
 
         Returns this rank's part of the loss and its terms, on the device: the sum over data ranks is the global mean.
         """
+        self.switch.use(training=True)
         self.set_mode(training=True)
         self.counters.begin(self.network)
         self.scaler.begin()
@@ -262,10 +265,14 @@ class ParallelModel:
         """Collective, before evaluating or saving: BatchNorm's running statistics become the data ranks' mean."""
         # one rank may be busy for long, while the others wait: a long timeout until the next step
         self.strategy.use_long_timeout()
+        self.switch.use(training=False)
         self.average.synchronize_statistics(partial(average_statistics, self.network, self.strategy.loss_group))
 
     def unsettle(self) -> None:
         """Collective, after an evaluation or a save: back to what the next step needs."""
+
+    def deliver_weights(self) -> None:
+        """Collective: send the weights that this rank's optimizer has changed to ranks that have copies."""
 
     # optimizer and state
 
@@ -311,6 +318,7 @@ class ParallelModel:
         """Take over a state, whichever strategy wrote it."""
         self.load_weights(state)
         restore_optimizer(self.network, optimizer, state)
+        self.switch.loaded()
         self.scaler.load(state)
         self.carried.load(state)
 

@@ -95,8 +95,12 @@ class Zero1Model(ParallelModel):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: update what this rank owns, and send it to all: afterwards ranks hold the same bits."""
         norm = super().optimizer_step(optimizer, max_norm)
-        broadcast_from_owners(self._buckets, self.strategy.owning)  # all ranks; each sends the weights that it owns
+        self.deliver_weights()
         return norm
+
+    @override
+    def deliver_weights(self) -> None:
+        broadcast_from_owners(self._buckets, self.strategy.owning)  # all ranks; each sends the weights that it owns
 
     @override
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:

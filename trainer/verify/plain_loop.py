@@ -30,6 +30,7 @@ from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.step_counters import StepCounters
+from trainer.strategies.weight_switch import make_weight_switch
 from trainer.verify.batch_parts import BatchPart, read_batch_parts
 from trainer.verify.fixed_randomness import FixedRandomness
 from trainer.verify.recorded_model import SketchingObserver, recording_optimizer_step
@@ -105,6 +106,7 @@ class PlainLoop:
             self.optimizer = run.make_optimizer([{**group, "fused": False} for group in groups])
         for group in self.optimizer.param_groups:
             group["lr"] *= run.schedule.scale(run.settings.loop.global_batch)
+        self.switch = make_weight_switch(self.optimizer, lambda: None)
         init_momentum(self.optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         # network and task of each rank; before the hooks, which copies would call, too
@@ -166,12 +168,14 @@ class PlainLoop:
         self.start()
         self.network.load_state_dict(values)
         self.optimizer.load_state_dict(memory)
+        self.switch.loaded()
         self.run.schedule.load(schedule)
 
     def step(self, step: int, epoch: int, indices: Tensor) -> None:
         """One optimizer step over a global batch."""
         run, network = self.run, self.network
         set_rates(self.optimizer, self._rates, run.schedule(step, epoch, run.length.steps))
+        self.switch.use(training=True)
         self.observer.begin(step + 1)
         self.counters.begin(*(network for network, _ in self.of_ranks))
         parts = list(self._parts(epoch, indices))[:: -1 if self.variation.reverses else 1]
@@ -282,6 +286,7 @@ class PlainLoop:
                 norm.eval()
 
     def _record_values(self, step: int, phase: str) -> None:
+        self.switch.use(training=False)  # as a model is settled
         for name, tensor in (self.network.state_dict() | optimizer_tensors(self.network, self.optimizer)).items():
             self._record(step, phase, name, tensor)
 
