@@ -18,6 +18,16 @@ from recipes.text.tokenizer import loaded
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, first_line
 
+# Which decoders of transformers make a mask of the places that they are given, so that no token sees another document.
+# Tried on each (tests/recipes/test_documents.py). Of the others some take the places and leave the mask: gpt_oss, opt.
+KEEP_APART = {
+    "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "granitemoe", "helium",
+    "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
+    "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
+    "starcoder2",
+}  # fmt: skip
+
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 
@@ -55,9 +65,19 @@ class HFDecoder(nn.Module):
         if not dropout:
             stop_dropout(self.body)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers (B, T) to scores (B, T, vocabulary)."""
-        return self.body(input_ids=tokens).logits
+    @property
+    def mixes_documents(self) -> str:
+        """Why it cannot keep the documents of a sample apart; empty: it does."""
+        kind = self.body.config.get_text_config().model_type
+        return "" if kind in KEEP_APART else f"the code of transformers for {kind} makes no mask of where they begin"
+
+    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Token numbers (B, T) to scores (B, T, vocabulary). begins (B, T): where the document of each token begins."""
+        if begins is None:
+            return self.body(input_ids=tokens).logits
+        # where places begin again transformers sees another document, in the mask too: so networks of KEEP_APART do it
+        places = torch.arange(tokens.shape[1], device=tokens.device) - begins  # (B, T)
+        return self.body(input_ids=tokens, position_ids=places).logits
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **how: Any) -> Tensor:
         """A text (B, T) and its continuation (B, T + max_new_tokens); the arguments are those of transformers."""

@@ -45,10 +45,11 @@ class NextToken(Task):
 
     def check(self, network: nn.Module) -> None:
         """Refuse chunks where the network cannot compute its loss by itself, and documents that it would mix."""
-        if self._pack and "begins" not in inspect.signature(network.forward).parameters:
+        takes = "begins" in inspect.signature(network.forward).parameters
+        needs = "its forward must take (tokens, begins), as that of the decoders of recipes.language does"
+        if self._pack and (why := getattr(network, "mixes_documents", "") if takes else needs):
             raise Refusal(
-                f"data.pack=true: {type(network).__name__} would let tokens see other documents of their sample: its"
-                " forward must take (tokens, begins), as that of the decoders of recipes.language does;"
+                f"data.pack=true: {type(network).__name__} would let tokens see other documents of their sample: {why};"
                 " data.pack=false works with every network"
             )
         if self.loss_chunk is not None and not callable(getattr(network, "losses", None)):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.gzipped import unpacked
+from recipes.language.tokens import PADDED
+from recipes.language.tokens import Windows as PackedWindows
 from trainer.data.data import Data
 from trainer.messages import Refusal
 
@@ -20,13 +26,20 @@ class Text(Data):
     """A text file, plain or gzipped, byte by byte: 256 tokens, and no tokenizer. Its end is the evaluation set.
 
     Inputs and targets are token numbers (B, length). `stride` is the distance between the beginnings of two training
-    windows in bytes: with 1 every window of the text is a sample. Those of the evaluation do not overlap.
+    windows in bytes: with 1 every window of the text is a sample. Those of the evaluation do not overlap. pack: what
+    lies between two separators is a document, and windows are those of `PackedData`; a separator ends its document.
     """
 
     vocab_size, bytes_per_token = 256, 1.0
 
     def __init__(
-        self, file: str | None = None, length: int = 128, stride: int | None = None, held: float = 0.1
+        self,
+        file: str | None = None,
+        length: int = 128,
+        stride: int | None = None,
+        held: float = 0.1,
+        pack: bool = False,
+        separator: str = "\n\n",
     ) -> None:
         if length < 1:
             raise Refusal(f"data.length is {length}; it is a number of bytes, 1 or more")
@@ -35,8 +48,21 @@ class Text(Data):
         where = BOOK if file is None else Path(file)
         text = _read(where)
         cut = len(text) - int(held * len(text))
-        self._windows = Windows(text[:cut], length, length if stride is None else stride)
-        self._held = Windows(text[cut:], length, length)
+        self.ignored = PADDED if pack else None
+        parts = (text[:cut], text[cut:])
+        if pack and stride is not None:
+            raise Refusal(f"data.stride={stride}: with data.pack=true every byte is in one sample: data.stride=null")
+        if pack and not (separator and separator.encode() in parts[0].numpy().tobytes()):
+            raise Refusal(
+                f"data.separator={separator!r} is not in {where}, so that it would be one document; give what lies"
+                " between its documents, or data.pack=false"
+            )
+        self._windows, self._held = (
+            PackedWindows(Documents(part, separator.encode()), length, False, True)
+            if pack
+            else Windows(part, length, each)
+            for part, each in zip(parts, (length if stride is None else stride, length), strict=True)
+        )
         for kind, size, windows in (("train", cut, self._windows), ("evaluate", len(text) - cut, self._held)):
             if not len(windows) and (kind == "train" or size):
                 works = f"data.length={size - 1}" if size > 1 else "a longer text"
@@ -45,11 +71,11 @@ class Text(Data):
                     f" data.length={length} needs {length + 1}: {works} would work"
                 )
 
-    def train(self) -> Windows:
+    def train(self) -> Windows | PackedWindows:
         """Windows of the beginning of the text."""
         return self._windows
 
-    def evaluation(self) -> Windows | None:
+    def evaluation(self) -> Windows | PackedWindows | None:
         """Windows of its end, one behind the other; None where nothing of it is held back."""
         return self._held if len(self._held) else None
 
@@ -82,6 +108,20 @@ class Windows(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.batch(torch.tensor([index]))
         return inputs[0], targets[0]
+
+
+class Documents:
+    """A text (N,) uint8 as documents, each with the separator that ends it."""
+
+    def __init__(self, text: Tensor, separator: bytes) -> None:
+        self._text: NDArray[numpy.uint8] = text.numpy()
+        found = re.finditer(re.escape(separator), self._text.tobytes())
+        self.starts = numpy.array([0, *(one.end() for one in found)], numpy.int64)
+        self.ends, self.tokens = numpy.array([len(text)], numpy.int64), len(text)
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """So many bytes from a place on."""
+        return self._text[start : start + count]
 
 
 def _read(path: Path) -> Tensor:

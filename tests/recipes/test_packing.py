@@ -243,6 +243,4 @@ def test_what_cannot_keep_documents_apart_is_refused(processes: Processes, corpu
     ring = [*PACKED, "strategy=cp", "strategy.attention=ring", "run.dir=run"]
     for said in processes.run(2, refused, corpus.parent, ring):
         assert "strategy.attention=ring: the network's plan names no module as plain causal attention" in said
-    with pytest.raises(Refusal, match=r"data\.pack: there is no such key .* a key of data=synthetic_tokens or tokens"):
-        product(Launch(), corpus.parent, ["data=text", "data.pack=true", *SMALL, "run.dir=run"])
     assert not (corpus.parent / "run").exists()
