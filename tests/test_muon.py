@@ -147,7 +147,10 @@ def test_clipping_overflows_and_averages_go_with_it(
         ("optimizer.fused=true", "Muon has no fused step"),
         ("optimizer.newton_schulz=fp8", "expects one of fp32, bf16"),
         ("optimizer.scaling=none", "expects one of moonshot, jordan"),
-        ("optimizer.momentum=1", "momentum from 0 to below 1"),
+        ("optimizer.momentum=1", "momentum and betas from 0 to below 1"),
+        ("optimizer.adamw_lr=-1", "adamw_lr, weight_decay and eps are 0 or more"),
+        ("optimizer.weight_decay=-1", "adamw_lr, weight_decay and eps are 0 or more"),
+        ("optimizer.betas=[1.5,2]", "momentum and betas from 0 to below 1"),
         ("compile.mode=step", "can be part of the graph, not Muon; use compile.mode=default"),
     ],
 )

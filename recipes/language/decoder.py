@@ -102,7 +102,8 @@ class Decoder(nn.Module):
         balance = (capacity, bias_rate, auxiliary, expert_groups, active_groups)
         routing = None if experts is None else Routing(experts, active, scores, normalised, scaling, *balance)
         inner = inner or 4 * width
-        mlps = MLPSettings(width, depth, mlp, inner, bias, routing, shared, expert_inner or inner, dense_first)
+        expert_inner = inner if expert_inner is None else expert_inner
+        mlps = MLPSettings(width, depth, mlp, inner, bias, routing, shared, expert_inner, dense_first)
         self.attention.refuse()
         mlps.refuse()
         _refuse(norm, context, length, tied and loss_parallel)

@@ -51,6 +51,8 @@ class Routing:
             raise Refusal(
                 f"model.scores={self.scores}: there are {', '.join(SCORES)}{did_you_mean(self.scores, SCORES)}"
             )
+        if self.experts < 1:
+            raise Refusal(f"model.experts={self.experts}: 1 or more stand in the place of one MLP; null: none")
         if not 1 <= self.active <= self.experts:
             raise Refusal(
                 f"model.active={self.active}: of model.experts {self.experts} a token gets 1 to {self.experts}"
@@ -66,6 +68,11 @@ class Routing:
             )
         if self.capacity is not None and self.capacity <= 0:
             raise Refusal(f"model.capacity={self.capacity}: it is a factor of the even share, as 1.25; null: no limit")
+        for key, number in (("bias_rate", self.bias_rate or 0), ("auxiliary", self.auxiliary)):
+            if number < 0:  # it would make busy experts busier
+                raise Refusal(f"model.{key}={number}: it is 0 or more")
+        if self.scaling <= 0:
+            raise Refusal(f"model.scaling={self.scaling}: it is above 0")
 
 
 class Router(nn.Module):

@@ -73,6 +73,12 @@ class MLPSettings:
                 f"model.dense_first={self.dense_first} of model.depth {self.depth} blocks leaves none for experts; at"
                 f" most {self.depth - 1}, or model.experts=null"
             )
+        if self.shared < 0:
+            raise Refusal(f"model.shared={self.shared}: 0 or more experts compute every token")
+        if self.expert_inner < 1:
+            raise Refusal(
+                f"model.expert_inner={self.expert_inner}: the width inside an expert is 1 or more; null: model.inner"
+            )
 
     def make(self, number: int) -> nn.Module:
         """That of this block."""

@@ -198,12 +198,18 @@ def test_figures_of_a_line() -> None:
         ({"active": 5}, "model.active=5: of model.experts 4 a token gets 1 to 4"),
         ({"scores": "softmx"}, "model.scores=softmx: there are softmax, sigmoid; did you mean 'softmax'?"),
         ({"capacity": 0.0}, "model.capacity=0.0: it is a factor"),
+        ({"experts": 0}, "model.experts=0: 1 or more stand in the place of one MLP; null: none"),
+        ({"bias_rate": -0.1}, "model.bias_rate=-0.1: it is 0 or more"),
+        ({"auxiliary": -1.0}, "model.auxiliary=-1.0: it is 0 or more"),
+        ({"scaling": 0.0}, "model.scaling=0.0: it is above 0"),
+        ({"shared": -1}, "model.shared=-1: 0 or more experts compute every token"),
+        ({"expert_inner": 0}, "model.expert_inner=0: the width inside an expert is 1 or more; null: model.inner"),
         ({"dense_first": 2}, "model.dense_first=2 of model.depth 2 blocks leaves none for experts; at most 1"),
     ],
 )
 def test_what_cannot_be_is_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(Refusal, match=said[:40]) as caught:
-        Decoder(**LLAMA, experts=4, **words)
+        Decoder(**LLAMA, **{"experts": 4} | words)
     assert said in str(caught.value)
 
 

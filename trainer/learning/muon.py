@@ -58,8 +58,12 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        if lr < 0 or not 0 <= momentum < 1 or iterations < 1:
-            raise ValueError("lr is 0 or more, momentum from 0 to below 1, iterations 1 or more")
+        fractions = (momentum, *betas)
+        if min(lr, adamw_lr or 0, weight_decay, eps) < 0 or not all(0 <= x < 1 for x in fractions) or iterations < 1:
+            raise ValueError(
+                "lr, adamw_lr, weight_decay and eps are 0 or more, momentum and betas from 0 to below 1, iterations 1"
+                " or more"
+            )
         self._adamw_patterns = tuple(adamw)
         rate = {} if adamw_lr is None else {"lr": adamw_lr}
         groups = [{**rate, **each} if isinstance(each, dict) and each.get("elementwise") else each for each in params]
