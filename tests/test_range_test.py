@@ -9,12 +9,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from omegaconf import OmegaConf
 from PIL import Image
 
 from tests.commands import SMALL, TRANSFORMER, curve
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
+from trainer.configuration.compose import compose
 from trainer.jobs.range_test import RangeTest
 from trainer.jobs.rate_curve import RateCurve, draw_blocks
 from trainer.launch.rendezvous import Launch
@@ -120,3 +122,21 @@ def test_every_strategy_sees_the_same_losses_and_all_ranks_stop_alike(
         assert seen.losses[: found.lowest] == pytest.approx(alone.losses[: found.lowest], rel=1e-10)
     assert len(spread[0].losses) == len(spread[1].losses)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_rates_of_their_own_are_in_the_command_as_they_were_in_the_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    groups = "optimizer.groups=[{pattern:'1',lr:0.002},{pattern:'3',weight_decay:0}]"
+    words = ["optimizer=muon", "optimizer.lr=0.001", "optimizer.adamw_lr=0.004", groups]
+    assert here(*WORDS, *words, "job.plot=null") == 0
+    command = shlex.split(capsys.readouterr().out.rstrip().splitlines()[-1])
+    optimizer = OmegaConf.to_container(compose(command[3:]).optimizer)
+    rate = optimizer["lr"]
+    assert rate != 0.001
+    assert optimizer["adamw_lr"] == pytest.approx(4 * rate, rel=0.05)
+    assert optimizer["groups"] == [
+        {"pattern": "1", "lr": pytest.approx(2 * rate, rel=0.05)},
+        {"pattern": "3", "weight_decay": 0},
+    ]

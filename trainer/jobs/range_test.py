@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +32,7 @@ from trainer.loop.progress import Progress
 from trainer.messages import NotFinite, Refusal, format_count, format_number
 from trainer.records.checkpoint.manager import CheckpointManager, NonFiniteSave
 from trainer.records.checkpoint.mirror import NoMirror
+from trainer.records.resume_rules import parse_config
 from trainer.records.run_folder import RunFolder
 from trainer.records.sinks import Log
 
@@ -79,7 +81,7 @@ class RangeTest(Job):
                 f"job=lr and run.resume={resume}: it begins as a new run does; init_from={resume} takes its weights"
             )
         make: Callable[[Any], Optimizer] = parts.make_optimizer
-        base = float(make_trial_optimizer(make).param_groups[0]["lr"])
+        self.base = base = float(make_trial_optimizer(make).param_groups[0]["lr"])
         if base <= 0:
             raise Refusal(f"job=lr: optimizer.lr is {base:g}, and other rates are in proportion to it; set any above 0")
         broadcast_from_main(launch, "plot", self._refuse_plot)
@@ -139,7 +141,7 @@ class RangeTest(Job):
                 f"steepest    at optimizer.lr={curve.rate(steps.steepest):.2g}",
                 f"lowest      {format_number(smoothed[steps.lowest])} at optimizer.lr={curve.rate(steps.lowest):.2g}",
                 f"suggestion  optimizer.lr={rate:g}, in the middle of the last tenth of the fall; to train with it:",
-                f"  {training_command(run, rate)}",
+                f"  {training_command(run, rate, rate / self.base)}",
             ]
         if self.plot is not None:
             rates = [curve.rate(step) for step in range(len(curve.losses))]
@@ -170,8 +172,29 @@ def prepare_without_folder(parts: RunParts, place: Path) -> PreparedRun:
     return run
 
 
-def training_command(run: PreparedRun, rate: float) -> str:
-    """The command that trains with this rate: the words of the test without those of the job."""
+def training_command(run: PreparedRun, rate: float, factor: float) -> str:
+    """The command that trains with this rate: the words of the test without those of the job.
+
+    factor: by which the rate is another one; rates of their own have risen with it, and so they do in the command.
+    """
     words = [word for word in run.arguments if not word.lstrip("+").startswith(("job=", "job.", "optimizer.lr="))]
     words = add_overrides(words, f"optimizer.lr={rate:g}")
+    for key, value in own_rates(parse_config(run.configuration)["optimizer"], factor).items():
+        words = add_overrides([w for w in words if not w.lstrip("+").startswith(f"{key}=")], f"{key}={value}")
     return f"{launcher_command(run.machine.launch)} -m trainer {shlex.join(words)}"
+
+
+def own_rates(optimizer: Mapping[str, Any], factor: float) -> dict[str, str]:
+    """The keys that give rates of their own, adamw_lr and those of groups, with these times the factor, as words."""
+    keys = [key for key, value in optimizer.items() if key.endswith("_lr") and value is not None]
+    rates = {f"optimizer.{key}": f"{factor * float(optimizer[key]):.2g}" for key in keys}
+    groups = [dict(group) for group in optimizer.get("groups") or ()]
+    for group in groups if any(group.get("lr") is not None for group in groups) else ():
+        if group.get("lr") is not None:
+            group["lr"] = float(f"{factor * float(group['lr']):.2g}")
+        rates["optimizer.groups"] = f"[{','.join(map(_as_word, groups))}]"
+    return rates
+
+
+def _as_word(group: Mapping[str, Any]) -> str:
+    return f"{{{','.join(f'{key}:{json.dumps(value)}' for key, value in group.items())}}}"
