@@ -38,14 +38,24 @@ class Adapted(nn.Module):
         return self.combine(self, super().forward(x), x)
 
 
+def refuse_numbers(rank: int | None, alpha: float, layers: Sequence[str]) -> None:
+    """Refuse keys of which no adapters can be made, and those that would do nothing. rank None: no adapters."""
+    if rank is None and layers:
+        raise Refusal(
+            f"model.lora_layers=[{','.join(layers)}] and model.lora=null: no layer gets an adapter; model.lora=8"
+        )
+    if rank is not None and rank < 1:
+        raise Refusal(f"model.lora is {rank}; it is the rank of the adapters, 1 or more (null: no adapters)")
+    if alpha <= 0:
+        raise Refusal(f"model.lora_alpha is {alpha}; it is above 0, or adapters would change nothing")
+
+
 def adapt(network: nn.Module, rank: int, alpha: float, layers: Sequence[str]) -> None:
     """Give an adapter, in place, to each linear layer that one of these patterns means; none: to all of them.
 
     A pattern stands for the last words of a layer's name: `q_proj`, `attn.*`. At first an adapter changes nothing.
     Refusal where a pattern means no layer.
     """
-    if rank < 1:
-        raise Refusal(f"model.lora is {rank}; it is the rank of the adapters, 1 or more (null: no adapters)")
     linear_layers = {name: module for name, module in network.named_modules() if _turned(module) is not None}
     meant = {name: module for name, module in linear_layers.items() if not layers or _means(layers, name)}
     for pattern in layers:

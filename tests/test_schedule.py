@@ -96,6 +96,7 @@ def test_the_reference_batch_scales_the_rate():
         ({"reference_batch": 0}, "reference_batch is 0"),
         ({"decay": 2.0}, "decay is 2"),
         ({"decay_steps": -1}, "decay_steps is -1"),
+        ({"final": -0.1}, "final is -0.1; it is a part of the full rate, between 0 and 1"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, words):

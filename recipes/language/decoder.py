@@ -19,7 +19,7 @@ from recipes.language.mlp import MLPSettings
 from recipes.language.past import NoPast
 from recipes.language.rotary_scaling import scaling_of
 from recipes.language.token_losses import Head
-from recipes.lora import adapt, merge
+from recipes.lora import adapt, merge, refuse_numbers
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import Refusal, did_you_mean
 
@@ -106,6 +106,7 @@ class Decoder(nn.Module):
         mlps = MLPSettings(width, depth, mlp, inner, bias, routing, shared, expert_inner, dense_first)
         self.attention.refuse()
         mlps.refuse()
+        refuse_numbers(lora, lora_alpha, lora_layers)
         _refuse(norm, context, length, tied and loss_parallel)
         make_norm, masks = partial(NORMS[norm], width, eps=eps), Masks()
         self.embed = nn.Embedding(vocab_size, width)

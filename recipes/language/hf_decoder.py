@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from recipes.lora import adapt, merge
+from recipes.lora import adapt, merge, refuse_numbers
 from recipes.lora_splits import with_adapters
 from recipes.text.classifier import configuration, published, refuse_texts, stop_dropout
 from recipes.text.tokenizer import loaded
@@ -49,6 +49,7 @@ class HFDecoder(nn.Module):
         vocab_size: int | None = None,
     ) -> None:
         super().__init__()
+        refuse_numbers(lora, lora_alpha, lora_layers)
         config = configuration(path, "hf_decoder")
         refuse_texts(config, length, vocab_size)
         from transformers import AutoModelForCausalLM

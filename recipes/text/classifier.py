@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.hub import located, own_code
-from recipes.lora import OWN, adapt, merge
+from recipes.lora import OWN, adapt, merge, refuse_numbers
 from recipes.text.pooling import POOLS, usual
 from trainer.messages import Refusal, did_you_mean, first_line
 
@@ -39,6 +39,7 @@ class HFClassifier(nn.Module):
         vocab_size: int | None = None,
     ) -> None:
         super().__init__()
+        refuse_numbers(lora, lora_alpha, lora_layers)
         config = configuration(path)
         refuse_texts(config, length, vocab_size)
         from transformers import AutoModel

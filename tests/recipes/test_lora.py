@@ -199,3 +199,16 @@ def test_any_decoder_of_transformers_learns_by_adapters(
     drawn = theirs.generate(torch.tensor([list(b"Call")]), max_new_tokens=3, do_sample=False, pad_token_id=0)
     continued = json.loads((run / "generate" / "samples.jsonl").read_text())["text"]
     assert continued == bytes(drawn[0].tolist()).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"lora": 0}, r"model\.lora is 0; it is the rank"),
+        ({"lora": 2, "lora_alpha": 0.0}, r"model\.lora_alpha is 0\.0; it is above 0"),
+        ({"lora_layers": ["qkv"]}, r"model\.lora_layers=\[qkv\] and model\.lora=null: no layer gets an adapter"),
+    ],
+)
+def test_numbers_with_which_nothing_would_learn_as_asked_are_refused(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        Decoder(vocab_size=8, context=4, width=8, depth=1, heads=2, **words)

@@ -55,6 +55,9 @@ class Schedule(StatelessSchedule, ABC):
             raise Refusal(f"schedule.warmup is {self.warmup}; it counts optimizer steps, 0 or more")
         if self.reference_batch is not None and self.reference_batch < 1:
             raise Refusal(f"schedule.reference_batch is {self.reference_batch}; it counts samples, or is null")
+        for key in ("start", "final"):  # parts of the rate that some schedules have; a rate below 0 would unlearn
+            if not 0 <= getattr(self, key, 0) <= 1:
+                raise Refusal(f"schedule.{key} is {getattr(self, key)}; it is a part of the full rate, between 0 and 1")
 
     @property
     def label(self) -> str:
