@@ -219,21 +219,34 @@ def test_a_rate_that_is_no_number_is_refused_whoever_takes_it(home: Path, rate: 
         losses(home, "no", "model=late", *own)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_a_class_without_the_compiler_steps_as_torchs_own_to_the_bit(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"fused": True}),
+        (torch.optim.SGD, {"fused": True, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adam, {"fused": True, "amsgrad": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"fused": True, "maximize": True}),
+        (torch.optim.Adagrad, {}),
+    ],
+)
+def test_a_class_without_the_compiler_steps_as_torchs_own_to_the_bit(kind: Any, own: dict[str, Any]) -> None:
     values, calls = [], []
     for each in (kind, without_compiler(kind)):
-        parameter = nn.Parameter(torch.linspace(-1, 1, 7))
-        optimizer = each([parameter], lr=0.1, weight_decay=0.1)
+        parameter, late = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+        optimizer = each([parameter, late], lr=0.1, weight_decay=0.1, **own)
+        init_momentum(optimizer)  # without it torch's own fused step fails, once `late` has a gradient
         optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
         optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-        for _ in range(3):
+        for step in range(6):
             optimizer.zero_grad()
-            (parameter**3).sum().backward()
+            (parameter**3 + (late**2 if step > 1 else 0)).sum().backward()
             optimizer.step()
-            optimizer.load_state_dict(optimizer.state_dict())
-        values.append(parameter.tolist())
+            if step % 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+        values.append([parameter.tolist(), late.tolist()])
         assert isinstance(optimizer, kind)
         assert repr(optimizer).startswith(kind.__name__)
     assert values[0] == values[1]
-    assert calls == ["pre", "post"] * 6
+    assert calls == ["pre", "post"] * 12

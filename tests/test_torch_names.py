@@ -56,6 +56,9 @@ PRIVATE = {
     # A softmax that reads fp16 and writes fp32, as GPUs have it; in 2.11 to 2.15.
     "torch.ops.aten._log_softmax": "trainer/jobs/plan/fake_mode.py",
     "torch.ops.aten._log_softmax_backward_data": "trainer/jobs/plan/fake_mode.py",
+    # What `backward` calls once it has asked what its arguments are, which takes a tenth of a small network's; in 2.11
+    # to 2.15.
+    "torch.autograd.graph._engine_run_backward": "trainer/strategies/loss.py",
     # Does autograd's engine call? What is recomputed in a backward is no call of its own; torch's checkpoint asks so.
     "torch._C": "trainer/parallel/activation_checkpointing.py",
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",

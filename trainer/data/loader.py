@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import islice, tee
+from itertools import groupby, islice, tee
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from trainer.data.data import Data
 from trainer.data.dataset_reader import LoaderOptions, is_read_by_item, make_reader
 from trainer.data.nested_tensors import has_rows, named_tensors, select_rows, slice_rows, to_device
 from trainer.data.rng import GOLDEN, Random, mix_bits, mix_seeds, to_int64
-from trainer.data.sampler import EpochOrder, RankSampler, dataset_size, split_evenly
+from trainer.data.sampler import EpochOrder, RankSampler, RankSteps, dataset_size, split_evenly
 from trainer.launch.devices import uses_pinned_memory
 from trainer.messages import Refusal, format_count
 
@@ -34,12 +34,20 @@ class SampleReader:
         self._data, self._device, self._seed = data, sampler.device, sampler.seed
         pin = uses_pinned_memory(sampler.device)
         self._read = make_reader(dataset, data.collate, sampler.seed, options, pin)
+        # are samples as they were read what a step needs?
+        self._is_ready = sampler.device.type == "cpu" and type(data).augment is Data.augment
 
     def read(self, epoch: int, lists: Iterable[Tensor], training: bool) -> Iterator[DeviceBatch]:
         """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
         # workers read ahead: the lists are needed once by them and once here
         lists, ahead = tee(lists)
-        for indices, (inputs, targets) in zip(lists, self._read(epoch, ahead), strict=True):
+        read = zip(lists, self._read(epoch, ahead), strict=True)
+        if self._is_ready:
+            return ((indices, inputs, targets) for indices, (inputs, targets) in read)
+        return self._augment(epoch, read, training)
+
+    def _augment(self, epoch: int, read: Iterable[Any], training: bool) -> Iterator[DeviceBatch]:
+        for indices, (inputs, targets) in read:
             inputs, targets, device_indices = to_device((inputs, targets, indices), self._device)
             random = Random(self._seed, epoch, device_indices)
             # all samples of a list at once: a kernel for each sample would cost as many launches
@@ -119,7 +127,10 @@ class RankBatches:
 
         parts: which rows of this rank's batch each micro-batch has.
         """
-        batches = ((indices, parts) for indices in self._sampler.steps(order, global_batch))
+        steps = self._sampler.steps(order, global_batch)
+        if len(parts) == 1:  # a lone micro-batch is all of it
+            return ([batch] for batch in self._reader.read(epoch, steps, training=True))
+        batches = ((indices, parts) for indices in steps)
         return self._micro_batches.read(epoch, batches, training=True)
 
 
@@ -288,23 +299,31 @@ class EvalLoader:
         samples, size = range(self.size), self._global_batch
         numbers = range(len(self)) if numbers is None else numbers
         spans = [samples[number * size : (number + 1) * size] for number in numbers]
-        steps = self._micro_batches.read(0, map(self._index, spans), training=False)
-        for samples, step in zip(spans, steps, strict=True):
+        for samples, step in zip(spans, self._read(spans), strict=True):
             for (indices, inputs, targets), (span, rows) in zip(step, self._micro_spans(len(samples)), strict=True):
                 yield Batch(inputs, targets, indices, span, len(samples), samples.start > 0), len(rows)
+
+    def _read(self, spans: list[range]) -> Iterator[list[DeviceBatch]]:
+        """This rank's micro-batches of each of these spans of samples."""
+        if self.micro_batch >= self._global_batch:  # a lone micro-batch is all of it
+            return ([batch] for batch in self._reader.read(0, self._indices(spans), training=False))
+        parts = ([rows or range(1) for _, rows in self._micro_spans(len(samples))] for samples in spans)
+        return self._micro_batches.read(0, zip(self._indices(spans), parts, strict=True), training=False)
+
+    def _indices(self, spans: list[range]) -> Iterator[Tensor]:
+        """This rank's samples of each of these spans, (B / ranks,).
+
+        A rank without a sample takes one that does not count, for it must compute with the others.
+        """
+        # many spans of one size at once, because one at a time costs more
+        for size, alike in groupby(spans, len):
+            local = range(size)[self._sampler.rank :: self._sampler.ranks] or range(size)[-1:]
+            starts = torch.tensor([samples.start for samples in alike])  # (spans,)
+            yield from RankSteps(starts[:, None] + torch.tensor(local))  # (spans, B / ranks)
 
     def __len__(self) -> int:
         """How many batches there are."""
         return -(-self.size // self._global_batch)
-
-    def _index(self, samples: range) -> IndexedBatch:
-        """This rank's samples of a batch, and its rows of each micro-batch.
-
-        A rank without a sample takes one that does not count, for it must compute with the others.
-        """
-        local = samples[self._sampler.rank :: self._sampler.ranks] or samples[-1:]
-        parts = [rows or range(1) for _, rows in self._micro_spans(len(samples))]
-        return torch.arange(local.start, local.stop, local.step), parts
 
     def _cut(self, total: int) -> list[tuple[range, range]]:
         """The micro-batches of a batch, over all ranks, and this rank's rows of each: first cut, then dealt."""

@@ -278,13 +278,12 @@ def _compute_totals(
 def _add_sums(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
     """Add the sums of a micro-batch, in place."""
     for name, part in parts.items():
-        if name not in sums:
-            sums[name] = part
-            continue
-        before = sums[name]
-        if getattr(before, "shape", ()) != getattr(part, "shape", ()):
-            raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(before), shape_of(part))}")
-        sums[name] = before + part
+        if name in sums:
+            before = sums[name]
+            if isinstance(part, Tensor) and part.shape != shape_of(before):
+                raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(before), shape_of(part))}")
+            part = before + part
+        sums[name] = part
 
 
 def _finish_metrics(task: Task, totals: Totals, prefix: str) -> dict[str, float]:

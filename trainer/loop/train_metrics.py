@@ -170,7 +170,8 @@ class StepMonitor:
         alike = ({} if norm is None else {"grad_norm": norm}) | model.task.counted(model.counters.sums)
         self._pending = self._meter.begin_line(batches, alike, {"step": step, **known}, model.work)
         self._copies.start(step)
-        self._pace.start(self._model.watch)
+        self._pace.start(model.watch)
+        model.watch.lap("log")
 
     def write(self) -> None:
         """Write the last line, if it was not written yet. ReplicaDriftError on all ranks if copies differ."""
@@ -189,6 +190,7 @@ class StepMonitor:
         for note in (*self._pace.read(), *self._model.heard()):
             self._log.say(f"note        {note}")
         self._copies.check()
+        self._model.watch.lap("log")
 
     def spike_state(self) -> dict[str, Any]:
         """Collective where jumps are a reason to go back: what a checkpoint keeps, to find the same ones again."""

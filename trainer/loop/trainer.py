@@ -167,7 +167,6 @@ class Trainer:
         self._votes.ask(*raised, log_clock, self.eval_trigger.clock_expired(), self.save_trigger.clock_expired())
         # the line of the step before: its numbers have arrived by now, so reading them waits for nothing
         self._monitor.write()
-        watch.lap("log")
         self.media.log_parameters(self.model, step + 1, ended)
         # without clipping the norm is measured only for a line, because it costs a pass over all gradients
         limit = self.max_norm if self.max_norm is not None or not (log_now or may_end) else math.inf
@@ -189,7 +188,6 @@ class Trainer:
             known = {"epoch": epoch, "lr": rate, "samples": self.progress.samples}
             self._monitor.begin(step + 1, batches, norm, known)
             self.log_trigger.restart()
-        watch.lap("log")
         # the evaluation before the save: a checkpoint has its metrics, and the best one is kept
         metrics = self.evaluate(epoch) if eval_now else None
         save_now = self.finished or self._stopped or self.save_trigger.is_due(step + 1, ended, save_clock)

@@ -27,22 +27,22 @@ class StepCounters:
         self._shapes = {name: buffers[name].shape for name in plan.counters}
         self.sums: dict[str, Tensor] = {}  # of the last step
 
-    @torch.no_grad()
     def begin(self, *networks: nn.Module) -> None:
         """A step begins: nothing is counted yet."""
         for network in networks if self._shapes else ():
             for buffer in self._held(network).values():
                 buffer.zero_()
 
-    @torch.no_grad()
     def end(self, networks: Collection[nn.Module], device: torch.device, groups: Iterable[Ranks] = ()) -> None:
         """Collective over these groups: counters become sums over all ranks, and their modules hear of it.
 
         networks: that of this rank; in a plain loop those of all ranks it stands for.
         """
-        if not self._shapes:
-            return
-        networks = [*dict.fromkeys(networks)]
+        if self._shapes:
+            self._sum([*dict.fromkeys(networks)], device, groups)
+
+    @torch.no_grad()
+    def _sum(self, networks: list[nn.Module], device: torch.device, groups: Iterable[Ranks]) -> None:
         held = [self._held(network) for network in networks]
         counts = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in self._shapes.items()}
         for counters in held:

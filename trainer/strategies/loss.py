@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -149,12 +150,20 @@ def name_losses(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     return {**(loss if isinstance(loss, dict) else {}), "loss": total_loss(loss)}
 
 
+def backward(loss: Tensor) -> None:
+    """`loss.backward()`, without what torch asks of other arguments: a tenth of the backward of a small network."""
+    if type(loss) is not Tensor or loss.dim() or loss.is_complex():
+        loss.backward()
+        return
+    ones = torch.ones_like(loss)  # new in each step: a function's own backward may change what it gets
+    _engine_run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def loss_shares(task: Task, batches: list[Any], ranks: Ranks, device: torch.device) -> Callable[[int], Any]:
     """Collective: the share of a micro-batch in the step: its weight, relative to that of all data ranks."""
-    weights = [loss_weight(task, batch.targets, batch.indices.numel()) for batch in batches]
     if type(task).weight is Task.weight:  # samples: their number is known, and nothing is sent
-        total = sum(weights) * batches[0].total / sum(batch.indices.numel() for batch in batches) or 1
-        return lambda index: weights[index] / total
+        return lambda index: batches[index].indices.numel() / batches[index].total
+    weights = [loss_weight(task, batch.targets, batch.indices.numel()) for batch in batches]
     local = torch.stack([_as_device_tensor(device, weight) for weight in weights])  # (micro-batches,)
     total_weight = local.sum()
     pending = ranks.all_reduce_sum_(total_weight)  # the data ranks; 8 bytes, while the first forward computes
@@ -192,11 +201,12 @@ def evaluation_sums(
     call: calls the loss, which may use random numbers.
     """
     loss, weight = total_loss(call(task.loss, output, targets)), loss_weight(task, targets, samples)
+    sums: dict[str, Tensor | float] = {name: to_accumulator(x) for name, x in task.metrics(output, targets).items()}
+    if isinstance(weight, Tensor):
+        weight = _as_device_tensor(loss.device, weight)
+        return {**sums, "loss": to_accumulator(loss) * weight, "weight": weight, "samples": samples}
     # a number that the host knows stays there: it costs no kernel
-    weight = _as_device_tensor(loss.device, weight) if isinstance(weight, Tensor) else weight
-    summand = to_accumulator(loss) if isinstance(weight, Tensor) else to_summand(loss)
-    sums: dict[str, Tensor | float] = {"loss": summand * weight, "weight": weight, "samples": samples}
-    return {name: to_accumulator(value) for name, value in task.metrics(output, targets).items()} | sums
+    return {**sums, "loss": to_summand(loss) * weight, "weight": weight, "samples": samples}
 
 
 def zero_sums(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:

@@ -23,6 +23,7 @@ from trainer.parallel.float8_linear import Float8, refuse_float8
 from trainer.parallel.process_group import backend_of, refuse_backend
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NOTHING: AbstractContextManager[None] = nullcontext()  # one for all: a step enters several
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,10 @@ class Machine:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward in the resolved precision; in fp64 new tensors (noise, a time) have it, too."""
-        if self.resolved_precision == "fp64":
-            return default_dtype(torch.float64)
-        dtype = _AUTOCAST.get(self.resolved_precision)
-        return torch.autocast(device.type, dtype) if dtype else nullcontext()
+        precision = self.resolved_precision
+        if precision in _AUTOCAST:
+            return torch.autocast(device.type, _AUTOCAST[precision])
+        return default_dtype(torch.float64) if precision == "fp64" else NOTHING
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,7 @@ from trainer.strategies.loss import (
     Forward,
     MemoryFormat,
     accumulate_losses,
+    backward,
     check_gradient_layouts,
     evaluation_sums,
     loss_shares,
@@ -46,7 +46,7 @@ from trainer.strategies.loss import (
     zero_sums,
 )
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
-from trainer.strategies.machine import Machine
+from trainer.strategies.machine import NOTHING, Machine
 from trainer.strategies.rank_context import RankContext
 from trainer.strategies.recurrent_state import make_recurrent_state
 from trainer.strategies.step_timing import NoUtilization
@@ -137,7 +137,7 @@ class ParallelModel:
 
     def grad_sync_context(self, last: bool) -> Any:
         """A context for a micro-batch, inside `compute_context`. Gradients are sent only if it is the last one."""
-        return nullcontext()
+        return NOTHING
 
     def gather_output(self, output: Any) -> Any:
         """An output or a loss as whole tensors, if ranks hold shards of it."""
@@ -187,7 +187,7 @@ class ParallelModel:
             # gradients are sent once, in the backward of the last micro-batch
             last = index == len(batches) - 1
             with self.rng, self.compute_context(), self.grad_sync_context(last), set_gather_span(batch.span):
-                self.share_of_loss(self.forward, batch, partial(share_of, index), sums).backward()
+                backward(self.share_of_loss(self.forward, batch, partial(share_of, index), sums))
         return sums
 
     def share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
@@ -212,7 +212,7 @@ class ParallelModel:
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Tensor | None:
         """Collective: unscale, clip to the true global norm (inf: not at all), step, zero. None: no norm."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.before_first_step:
             check_gradient_layouts(self.network)
             names = task_weights_with_gradient(self.task, self.network)
@@ -239,7 +239,7 @@ class ParallelModel:
         """Sums over a micro-batch: loss times weight, weight, samples, the task's metrics; zeros if none is valid."""
         self.set_mode(training=False)
         self.watch.phases_done += 1  # for the watchdog: an evaluation may take hours
-        trial = without_compile() if self.before_first_step else nullcontext()  # its batch may have another size
+        trial = without_compile() if self.before_first_step else NOTHING  # its batch may have another size
         self.rng.begin_evaluation(batch.indices)
         self.compiler.begin_forward(self.network)
         autocast = self.machine.autocast(self.strategy.device)
@@ -251,7 +251,7 @@ class ParallelModel:
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch, after `cast`, whether it counts or not: ranks may need each other to compute."""
         output = self.gather_output(self.carried.wrap_forward(self.forward, batch, training=False)(inputs, targets))
-        return evaluation_sums(self.task, self.rng.call_outside, output, targets, len(batch.indices))
+        return evaluation_sums(self.task, self.rng.call_outside, output, targets, batch.indices.numel())
 
     def after_step(self, step: int) -> None:
         """Collective where a plan has counters: add them up. Let the task change the network; move the average."""
