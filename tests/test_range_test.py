@@ -132,7 +132,7 @@ def test_rates_of_their_own_are_in_the_command_as_they_were_in_the_test(
     words = ["optimizer=muon", "optimizer.lr=0.001", "optimizer.adamw_lr=0.004", groups]
     assert here(*WORDS, *words, "job.plot=null") == 0
     command = shlex.split(capsys.readouterr().out.rstrip().splitlines()[-1])
-    optimizer = OmegaConf.to_container(compose(command[3:]).optimizer)
+    optimizer: Any = OmegaConf.to_container(compose(command[3:]).optimizer)
     rate = optimizer["lr"]
     assert rate != 0.001
     assert optimizer["adamw_lr"] == pytest.approx(4 * rate, rel=0.05)

@@ -93,6 +93,7 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(counts: tuple[
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch calls it a prototype
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_so_they_are_on_a_gpu_for_which_nothing_waits(counts: tuple[int, ...], compiled: bool) -> None:

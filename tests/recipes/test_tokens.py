@@ -110,12 +110,12 @@ PREPARE = (sys.executable, str(ROOT / "scripts" / "prepare_tokens.py"))
 
 def test_a_text_that_is_too_short_for_a_sample_is_told_what_is_long_enough(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("ab" * 50)
-    for words, said in (
-        ({"length": 90}, r"has 90 bytes to train on .* needs 91: data\.length=89 would work"),
-        ({"length": 16}, r"has 10 bytes to evaluate on with data\.held=0\.1; .*: data\.length=9 would work"),
+    for length, said in (
+        (90, r"has 90 bytes to train on .* needs 91: data\.length=89 would work"),
+        (16, r"has 10 bytes to evaluate on with data\.held=0\.1; .*: data\.length=9 would work"),
     ):
         with pytest.raises(Refusal, match=said):
-            Text(str(tmp_path / "note.txt"), **words)
+            Text(str(tmp_path / "note.txt"), length)
     assert Text(str(tmp_path / "note.txt"), length=16, held=0).evaluation() is None
 
     subprocess.run([*PREPARE, "out", "note.txt", "--held", "0"], cwd=tmp_path, check=True, capture_output=True)
