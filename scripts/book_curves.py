@@ -27,9 +27,8 @@ RUNS = {
     "adamw": ["optimizer=adamw"],
     "experts": [*EXPERTS, "optimizer=adamw"],
     "muon": ["optimizer=muon"],
-    "muon-experts": [*EXPERTS, "optimizer=muon"],
 }
-COLOURS = ("c0", "c1", "c2", "c3")  # of the style sheet
+COLOURS = ("c1", "c3", "c2")  # of the style sheet
 GREEN = {".c2": "stroke: #2f9e5b"}  # thin yellow could not be seen
 SEEDS = (0, 1, 2)
 TOP, BOTTOM, SPAN = 96, 420, (2.0, 3.6)  # pixels, and bits per byte from bottom to top
