@@ -22,6 +22,7 @@ from trainer.launch.stop_signals import StopRequest
 from trainer.learning.freezing import frozen_names, has_adapters
 from trainer.learning.intervals import Trigger
 from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fused
+from trainer.learning.weight_switch import make_weight_switch
 from trainer.loop.loss_spikes import SPIKE_POLICIES
 from trainer.loop.media_logging import MediaLogger, NoMediaLogger, NoTextSample, TextSample
 from trainer.loop.progress import NONFINITE_POLICIES, Progress
@@ -37,7 +38,6 @@ from trainer.records.profiler import NoProfiler, StepProfiler
 from trainer.records.resume_rules import parse_config
 from trainer.records.sinks import Log, implements
 from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.weight_switch import make_weight_switch
 
 _ALLOWED_FAILURES = {"stop": 0, "warn": 2}  # checkpoint.on_error → failed saves in a row after which a run goes on
 

@@ -41,10 +41,12 @@ def optimizer_leaves(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
     A number of a group is there for each of its parameters: another strategy has other groups.
     """
     leaves: dict[Tensor, dict[str, Tensor]] = {}
+    # name → tensor; what is no tensor becomes one
     for parameter, memory in optimizer.state.items():
         if any(value is not None for value in memory.values()):  # nothing but None: SGD without momentum
             flat = [leaf for key, value in memory.items() for leaf in _flatten(key, value)]
             leaves[parameter] = {f"{name}{_COLUMNS}" if _by_columns(x, parameter) else name: x for name, x in flat}
+    # a rank may have other groups than the one that reads this, so the group's numbers go with its parameters
     for group, settings in zip(optimizer.param_groups, vars(optimizer).get(_SETTINGS, ()), strict=False):
         kept = {key: x for key, x in group.items() if key not in _NOT_ITS_OWN}
         changed = {key: x for key, x in kept.items() if key not in settings or _differ(x, settings[key])}
@@ -109,8 +111,10 @@ def _by_columns(x: Tensor, parameter: Tensor) -> bool:
 
 def _assemble(leaves: Leaves) -> dict[str, Any]:
     """The dict of which `_flatten` has made these."""
+    # by key, the leaves below it, each by what follows the key in its name
     rests: dict[str, dict[str, Tensor]] = {}
     for name, x in leaves.items():
+        # an underscore or a dot may be part of a key, these marks are not
         at = min((place for mark in "[({=^" if (place := name.find(mark)) >= 0), default=len(name))
         rests.setdefault(name[:at], {})[name[at:]] = x
     return {key: _value(named) for key, named in rests.items()}
@@ -128,6 +132,7 @@ def _value(rests: Leaves) -> Any:
     if first[0] == "=":
         return None if first == "=None" else x.item()
     end = _ENDS[first[0]]
+    # a list, tuple or dict: the same one level deeper
     inside: dict[str, dict[str, Tensor]] = {}
     for rest, leaf in rests.items():
         key, _, deeper = rest[1:].partition(end)
@@ -151,6 +156,7 @@ def _keep_type(value: Any, loaded: Any) -> Any:
     """A value as it was saved, on the device to which it was loaded."""
     if isinstance(value, Tensor):
         return loaded if value.dtype == loaded.dtype else value.to(loaded.device)
+    # what holds no tensors is as it was: torch makes something else of a text
     if type(value) is dict:
         return {key: _keep_type(item, loaded[key]) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task, refuse_task_gradients, task_weights_with_gradient
+from trainer.learning.weight_switch import NoWeightSwitch
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.activation_offload import make_offload
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
@@ -50,7 +51,6 @@ from trainer.strategies.machine import NOTHING, Machine
 from trainer.strategies.rank_context import RankContext
 from trainer.strategies.recurrent_state import make_recurrent_state
 from trainer.strategies.step_timing import NoUtilization
-from trainer.strategies.weight_switch import NoWeightSwitch
 
 
 class ParallelModel:

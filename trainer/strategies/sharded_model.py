@@ -147,8 +147,8 @@ class ShardedModel(ParallelModel):
         try:
             return super().optimizer_step(optimizer, max_norm)
         except (RuntimeError, NotImplementedError) as error:
-            # in a later step it is another error; torch knows most operations on shards, not all
-            if not self.before_first_step or not re.search("dtensor|sharding|placement", str(error), re.I):
+            # torch knows most operations on shards, not all; and some optimizers need others only in a later step
+            if not re.search("dtensor|sharding|placement", str(error), re.I):
                 raise
             reason = str(error).split(". ")[0].splitlines()[0][:200]
             raise Refusal(

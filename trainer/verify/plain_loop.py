@@ -22,6 +22,7 @@ from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.freezing import preserve_untrained
 from trainer.learning.optimizer import init_momentum, parameter_groups, set_rates, why_not_fused
 from trainer.learning.task import Task, is_recurrent
+from trainer.learning.weight_switch import make_weight_switch
 from trainer.loop.progress import Progress
 from trainer.messages import Refusal
 from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
@@ -30,7 +31,6 @@ from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.step_counters import StepCounters
-from trainer.strategies.weight_switch import make_weight_switch
 from trainer.verify.batch_parts import BatchPart, read_batch_parts
 from trainer.verify.fixed_randomness import FixedRandomness
 from trainer.verify.recorded_model import SketchingObserver, recording_optimizer_step
