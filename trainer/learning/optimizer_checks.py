@@ -57,10 +57,14 @@ def refuse_coupled_steps(network: nn.Module, make: Make, strategy: str) -> None:
     begin anew on each rank.
     """
     dims = [*_examples(network)] * 2  # two of each: a network may have matrices alone
-    together = [_trial_parameter(count) for count in dims]
-    leaves = _leaves_after_steps(make, together)
+    # in fp64: what others add to a step may be small, as a weight decay is
+    together = [nn.Parameter(_trial_parameter(count).detach().double()) for count in dims]
+    try:
+        leaves = _leaves_after_steps(make, together)
+    except _ERRORS:  # it knows no fp64
+        return
     for among_others, count in zip(together, dims, strict=True):
-        alone = _trial_parameter(count)
+        alone = nn.Parameter(_trial_parameter(count).detach().double())
         try:
             mine = {"value": alone, **_leaves_after_steps(make, [alone]).get(alone, {})}
         except _ERRORS:  # of several optimizers inside, one has nothing to step
@@ -83,7 +87,7 @@ def _leaves_after_steps(make: Make, parameters: Sequence[nn.Parameter]) -> dict[
 
 
 def _close(x: Tensor, other: Tensor) -> bool:
-    return x.shape == other.shape and torch.allclose(x.double(), other.double(), atol=0, equal_nan=True)
+    return x.shape == other.shape and torch.allclose(x.double(), other.double(), rtol=1e-10, atol=0, equal_nan=True)
 
 
 def _trial_parameter(dims: int) -> nn.Parameter:

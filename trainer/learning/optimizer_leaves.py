@@ -147,6 +147,7 @@ def _value(rests: Leaves) -> Any:
 def _differ(value: Any, first: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(first, Tensor):
         return not torch.equal(value, first.to(value.device))
+    # of another type is another value: 1 and True, a number and a tensor
     if type(value) is type(first) and isinstance(value, list | tuple):
         return len(value) != len(first) or any(map(_differ, value, first))
     return type(value) is not type(first) or bool(value != first)

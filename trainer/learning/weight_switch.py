@@ -37,6 +37,7 @@ class WeightSwitch(NoWeightSwitch):
         if training == self._training:
             return
         self._training = training
+        # both ways by rounding alone: what goes on after a save is what a resumed run goes on with
         if training:
             self._optimizer.train()
         else:
