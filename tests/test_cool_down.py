@@ -66,3 +66,19 @@ def test_one_process_branches_off_from_what_two_have_written(processes: Processe
     assert processes.run(1, product, tmp_path, [*branch, "run.dir=branch", start]) == [0]
     ends = [line["loss"] for line in lines(tmp_path / "branch", "train")]
     assert ends == pytest.approx(curve(tmp_path / "scratch")[4:], rel=1e-10)
+
+
+def test_a_branch_with_another_optimizer_begins_without_the_state_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert here(*STABLE, "run.dir=long", "schedule.decay=0", "loop.steps=4", "optimizer=muon") == 0
+    words = (*STABLE, "run.resume=long", *SHORT, "optimizer.lr=0.001")
+    for name, other in (("adamw", ["optimizer=adamw"]), ("fewer", ["optimizer=muon", "optimizer.adamw=['5']"])):
+        assert here(*words, f"run.dir={name}", *other) == 0
+        said = Path(f"{name}/logs/rank-0.log").read_text()
+        assert "note        the checkpoint is of another optimizer: this one begins without state" in said
+        assert [line["step"] for line in lines(Path(name), "train")] == [5, 6, 7]
+    # and back: what AdamW has kept is nothing for Muon
+    back = ("loop.steps=9", "run.accept_changes=true", "optimizer=muon", "run.dir=adamw")
+    assert here(*STABLE, "optimizer.lr=0.001", "schedule.decay_steps=3", *back) == 0

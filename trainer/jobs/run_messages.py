@@ -30,6 +30,7 @@ from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.checkpoint.store import list_complete, select_best
 from trainer.records.console import format_metric
 from trainer.records.metrics_reader import metrics_of, read_last_lines
+from trainer.records.resume_rules import keeps_optimizer, parse_config
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import STEP_PHASES, StepTimer
 
@@ -72,6 +73,7 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
         *([f"resuming    step {start.step} of {start.path}"] if start else []),
         *([f"note        {_initial_note(start)}"] if start and run.settings.init_from else []),
         *average_notes(run.settings.ema.decay, start),
+        *optimizer_notes(run, start),
     ]
 
 
@@ -121,6 +123,13 @@ def average_notes(decay: float | None, start: CheckpointInfo | None) -> list[str
     if decay is None:
         return ["note        the checkpoint's moving average is dropped: ema.decay=null"]
     return [f"note        ema.decay={decay:g}: the checkpoint has no moving average; it starts from the weights"]
+
+
+def optimizer_notes(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
+    """That the optimizer of the checkpoint was another one."""
+    if start is None or keeps_optimizer(start.state, {"configuration": parse_config(run.configuration)}):
+        return []
+    return ["note        the checkpoint is of another optimizer: this one begins without state, with the weights"]
 
 
 def format_devices(machine: Machine) -> str:

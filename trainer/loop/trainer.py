@@ -23,10 +23,12 @@ from trainer.loop.media_logging import NoMediaLogger
 from trainer.loop.progress import Progress, RollBack, StopOnNonFinite
 from trainer.loop.train_metrics import StepMonitor
 from trainer.messages import BadStep, LossSpike, NotFinite
+from trainer.parallel.optimizer_state import is_optimizer_state
 from trainer.parallel.tensor_statistics import trained_tensors
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.profiler import NoProfiler
+from trainer.records.resume_rules import keeps_optimizer
 from trainer.records.sinks import Log
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
@@ -118,7 +120,10 @@ class Trainer:
 
     def resume(self, checkpoint: CheckpointInfo) -> None:
         """Collective: take over a checkpoint, of any strategy."""
-        tensors = self.model.empty_state(self.optimizer, checkpoint.tensors)
+        stored = checkpoint.tensors
+        if not keeps_optimizer(checkpoint.state, self.checkpoint_facts):  # another one begins anew
+            stored = {name: x for name, x in stored.items() if not is_optimizer_state(name)}
+        tensors = self.model.empty_state(self.optimizer, stored)
         self.checkpoints.read(checkpoint, tensors)
         self.model.load_state(self.optimizer, tensors)
         vars(self.progress).update(checkpoint.state["progress"])

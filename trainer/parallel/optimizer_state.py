@@ -24,6 +24,11 @@ STRATEGY_PREFIX = "strategy/"  # of what one strategy alone keeps, and no other 
 OTHER_PREFIXES = (OPTIMIZER_PREFIX, EMA_PREFIX, CARRIED_PREFIX, STRATEGY_PREFIX, "scaler/")
 
 
+def is_optimizer_state(name: str) -> bool:
+    """Is this the name of what an optimizer keeps, of all ranks or (in a strategy's own part) of one?"""
+    return name.startswith(OPTIMIZER_PREFIX) or f"/{OPTIMIZER_PREFIX}" in name
+
+
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as one flat dict: of each parameter, what this rank keeps of it."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}

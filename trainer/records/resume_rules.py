@@ -23,6 +23,9 @@ LEARNING_KEYS = (
     "float8",
 )
 
+# Under `optimizer`: whose state it is, and what it keeps of which parameters. What another one kept means nothing.
+STATE_KEYS = ("_target_", "adamw", "amsgrad")
+
 ABSENT = "absent"  # where a key has no value
 
 
@@ -35,6 +38,12 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key}: {self.old} → {self.new}"
+
+
+def keeps_optimizer(state: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Can the optimizer go on with what that of a checkpoint has kept? Both say their `configuration`."""
+    before, now = ((each.get("configuration") or {}).get("optimizer") for each in (state, facts))
+    return not (before and now) or all(before.get(key) == now.get(key) for key in STATE_KEYS)
 
 
 def resolve_resume_path(resume: str) -> Path | None:
