@@ -212,3 +212,13 @@ def test_any_decoder_of_transformers_learns_by_adapters(
 def test_numbers_with_which_nothing_would_learn_as_asked_are_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(Refusal, match=said):
         Decoder(vocab_size=8, context=4, width=8, depth=1, heads=2, **words)
+
+
+def test_a_mixture_has_adapters_beside_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["data=text", "data.length=16", "data.held=0.0001", "model=moe_nano", "model.width=16", "model.depth=2"]
+    assert here(*words, "model.lora=2", "loop.steps=1", "loop.global_batch=4", "run.dir=run") == 0
+    learned = {name for name in stored(Path("run"), 1) if name.startswith("optimizer/")}
+    assert learned
+    assert all(".lora_" in name for name in learned)
+    assert not any("experts" in name or "router" in name for name in learned)
