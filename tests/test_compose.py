@@ -395,7 +395,7 @@ class TestProcess:
         ("words", "said"),
         [
             pytest.param([f"+data.key_{number}=1" for number in range(1000)], "", marks=pytest.mark.long),
-            ([f"data.root=/{number}" for number in range(1000)], "data.root: there is no such key"),
+            ([f"data.root=/{number}" for number in range(300)], "data.root: there is no such key"),
             pytest.param(["run.name=" + "x" * 100_000], "", marks=pytest.mark.long),
             (["+data.list=[" + "1," * 60_000 + "1]"], "a list of 60,001 values; a word has at most 2,000, a yaml"),
         ],

@@ -23,6 +23,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from tests.spares import give_torchrun_spares
+
 ROOT = Path(__file__).resolve().parents[1]
 _starting = threading.Lock()
 _LARGEST = 2**18  # bytes of a request: words and an environment
@@ -131,13 +133,19 @@ def _import_all() -> None:
     gc.freeze()  # what is never touched again is never copied
 
 
-def _become(words: list[str], cwd: str, environment: dict[str, str], screen: int) -> None:
-    """`python -m words` in this folder and environment, with its output on this screen."""
-    os.setsid()
+def _begin(words: list[str], cwd: str, environment: dict[str, str], screen: int) -> None:
+    """Become `python -m words`, with its output on this screen."""
     for stream in (1, 2):
         os.dup2(screen, stream)
     os.close(screen)
     os.chdir(cwd)
+    give_torchrun_spares(words, _become)
+    _become(words, cwd, environment)
+
+
+def _become(words: list[str], cwd: str, environment: dict[str, str]) -> None:
+    """`python -m words` in this folder and environment, in a session of its own."""
+    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # TMPDIR is another
@@ -159,4 +167,4 @@ if __name__ == "__main__":
     _import_all()
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _become(*_serve(requests))
+    _begin(*_serve(requests))
