@@ -162,7 +162,8 @@ class Trainer:
         ended = self.progress.advance(self.train_loader.global_batch, self.train_loader.length)
         # the last step always has a line, and an evaluation after this step may make it the last one
         may_end = self.progress.stale + 1 >= self.patience
-        log_now = self.finished or self.log_trigger.is_due(step + 1, ended, self._log_clock)
+        is_last = self.finished
+        log_now = is_last or self.log_trigger.is_due(step + 1, ended, self._log_clock)
         rate = set_rates(self.optimizer, self._rates, self.schedule(step, epoch, self.horizon))
         # a GPU is busy with this from here on; the host comes back at once and does what follows meanwhile
         parts = self.model.forward_backward(batches, step)
@@ -186,9 +187,7 @@ class Trainer:
         broken, failed, self._stopped, self._log_clock, eval_clock, save_clock = self._votes.read()
         self._monitor.check(broken, failed)
         watch.lap("communication")
-        eval_now = self.eval_loader is not None and (
-            self.finished or self.eval_trigger.is_due(step + 1, ended, eval_clock)
-        )
+        eval_now = self.eval_loader is not None and (is_last or self.eval_trigger.is_due(step + 1, ended, eval_clock))
         if log_now or (may_end and eval_now):
             known = {"epoch": epoch, "lr": rate, "samples": self.progress.samples}
             self._monitor.begin(step + 1, batches, norm, known)
