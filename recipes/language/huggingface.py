@@ -79,14 +79,14 @@ def save(network: Any, folder: Path) -> None:
     """Write config.json and model.safetensors, of large networks in files of 5 GB; transformers reads the folder."""
     from trainer.records.weight_files import write_weight_files
 
-    own = network.state_dict()
+    own, described = network.state_dict(), configuration(network)  # which may refuse: before anything is written
     written: dict[str, Tensor] = {}
     for name, pair in dict(pairs(network)).items():  # the last of several
         if name != "head.weight" or own[name].data_ptr() != own["embed.weight"].data_ptr():  # tied: once
             written |= dict(zip(pair.theirs, pair.part(own[name]), strict=True))
     folder.mkdir(parents=True, exist_ok=True)
     write_weight_files(folder, "model", written, written.__getitem__)
-    (folder / "config.json").write_text(json.dumps(configuration(network), indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
