@@ -152,10 +152,10 @@ class LatentAttention(nn.Module):
         rank, norm = latent.q_rank, 1e-6  # DeepSeek's, whatever eps the other norms have
         self.latent, self.scale = latent, positions.scaling.sharpness  # what all scores are multiplied by
         self.q_down = nn.Identity() if rank is None else nn.Linear(width, rank, bias=False)
-        self.q_norm = nn.Identity() if rank is None else nn.RMSNorm(rank, eps=norm)
+        self.q_norm = nn.Identity() if rank is None else LatentNorm(rank, eps=norm)
         self.q_up = nn.Linear(width if rank is None else rank, heads * latent.head_width, bias=False)
         self.kv_down = nn.Linear(width, latent.kv_rank + latent.rotary_width, bias=False)
-        self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=norm)
+        self.kv_norm = LatentNorm(latent.kv_rank, eps=norm)
         self.kv_up = nn.Linear(latent.kv_rank, heads * (latent.plain_width + latent.value_width), bias=False)
         self.shared_key = SharedKey()
         self.out = nn.Linear(heads * latent.value_width, width, bias=False)
@@ -180,6 +180,14 @@ class LatentAttention(nn.Module):
         v = pad(v, (0, max(0, plain + turned - value)))
         seen = {} if begins is None else {"begins": begins}
         return self.out(self.core(q, k, v, **seen)[..., :value].transpose(1, 2).flatten(2))
+
+
+class LatentNorm(nn.RMSNorm):
+    """The norm of a latent, which under autocast has another type than the weight: torch's kernel takes but one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, rank) to the same, in the type of the weight."""
+        return super().forward(x.to(self.weight.dtype))
 
 
 class SharedKey(nn.Module):

@@ -46,7 +46,7 @@ class ExpertRanks:
         if data_ranks % expert:
             raise Refusal(
                 f"{data_ranks} data ranks (replicate × shard × context) / strategy.expert {expert} is not whole;"
-                f" degrees that work: {_divisors(data_ranks)}"
+                f" degrees that work: {_divisors(data_ranks)}; or start {-(-data_ranks // expert) * expert} data ranks"
             )
         for key in plan.experts:
             for name, module in require_modules(network, key, "the plan's experts", f"; {_WITHOUT}").items():
