@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -54,12 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):  # one of several lanes, and all of them leave out the same
         config.workeroutput["left_out"] = len(left_out)
-
-
-def pytest_collection_finish() -> None:
-    """What all files have imported stays to the end: a search for garbage in it costs as much as many tests."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
