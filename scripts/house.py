@@ -38,8 +38,8 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # The limit and the goal of each figure. A limit that is not yet the goal is what was counted when it was set: whoever
 # makes the figure better sets it anew, and it gets looser only with a reason in the commit.
 LIMITS: dict[str, tuple[float, float]] = {
-    "files": (216, 165),
-    "lines": (39_000, 21_500),  # to the next hundred
+    "files": (220, 165),
+    "lines": (39_600, 21_500),  # to the next hundred
     "imports, % of the lines": (9.1, 8),
     "entries": (14, 14),
     "rooms": (19, 21),
@@ -51,8 +51,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "lines of a function, longest": (47, 47),
     "comments per 100 lines": (8.3, 8),
     "comments per 100 lines, least of a folder": (8, 8),
-    "files with one user": (48, 25),
-    "definitions with one user": (241, 60),
+    "files with one user": (50, 25),
+    "definitions with one user": (246, 60),
     "names in several files": (61, 30),
     "public names in several files": (6, 10),
     "unused names": (0, 0),

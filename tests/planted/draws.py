@@ -97,7 +97,7 @@ PLANTS = {
         ("at step 1, data, inputs",),
         STRATEGY,
         {
-            "trainer.data.loader.Random": lambda original: (
+            "trainer.data.micro_batches.Random": lambda original: (
                 lambda seed, epoch, indices: original(seed, epoch, torch.arange(len(indices)))
             )
         },

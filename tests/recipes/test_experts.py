@@ -230,8 +230,8 @@ def test_it_generates_as_it_scores() -> None:
         (
             3,
             4,
-            "4 data ranks (replicate × shard × context) / strategy.expert 3 is not whole; degrees that work: 1, 2, 4; or"
-            " start 6 data ranks",
+            "4 data ranks (replicate × shard × context) / strategy.expert 3 is not whole; degrees that work: 1, 2, 4;"
+            " or start 6 data ranks",
         ),
         (3, 6, "4 experts of blocks.0.mlp.experts / strategy.expert 3 is not whole; degrees that work: 1, 2, 4"),
     ],

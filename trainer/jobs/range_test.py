@@ -124,6 +124,7 @@ class RangeTest(Job):
         if not curve.losses:
             print("suggestion  none: the first loss is not finite; is the data all right?", flush=True)
             return
+        # the curve in one line, and the places on it
         smoothed, steps = curve.smoothed(), curve.find_rates()
         rate = float(f"{curve.rate(steps.chosen):.2g}") if steps else None
         line, *marks = draw_blocks(smoothed, steps.chosen if steps else None)
@@ -143,6 +144,7 @@ class RangeTest(Job):
                 f"suggestion  optimizer.lr={rate:g}, in the middle of the last tenth of the fall; to train with it:",
                 f"  {training_command(run, rate, rate / self.base)}",
             ]
+        # the one file that stays
         if self.plot is not None:
             rates = [curve.rate(step) for step in range(len(curve.losses))]
             title = f"loss of each step, and smoothed; {run.settings.loop.global_batch} samples a step"

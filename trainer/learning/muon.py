@@ -77,6 +77,7 @@ class Muon(Optimizer):
         Refusal where nothing that learns is left for Muon.
         """
         names = {name for pattern in self._adamw_patterns for name in _find_parameters(network, pattern)}
+        # what is no matrix: a convolution's weight is one, of experts a stack of them
         modules = [module for module in network.modules() if isinstance(module, CONVOLUTIONS)]
         convolutions = {parameter for module in modules for parameter in module.parameters()}
         named = dict(network.named_parameters(remove_duplicate=False))

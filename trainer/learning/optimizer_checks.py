@@ -63,6 +63,7 @@ def refuse_coupled_steps(network: nn.Module, make: Make, strategy: str) -> None:
         leaves = _leaves_after_steps(make, together)
     except _ERRORS:  # it knows no fp64
         return
+    # the same steps of each by itself: whatever differs came from the others
     for among_others, count in zip(together, dims, strict=True):
         alone = nn.Parameter(_trial_parameter(count).detach().double())
         try:
@@ -108,6 +109,7 @@ def _make_and_step(make: Make, dims: Sequence[int], rate: float | None = None) -
     """An optimizer that has done a step, and its parameters: one for each of these numbers of dimensions."""
     parameters = [_trial_parameter(count) for count in dims]
     optimizer = make([{"params": parameters}])
+    # as a schedule sets it
     for group in optimizer.param_groups if rate is not None else ():
         group["lr"] = rate
     _step(optimizer, parameters, 1.0)

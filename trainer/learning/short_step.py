@@ -27,7 +27,7 @@ def make_step(kind: Any) -> Callable[..., Any]:
     them (a first one, a parameter without a gradient, no fused step) it is torch's own.
     """
     whole = torch.no_grad()(unwrap(kind.step))
-    update = _UPDATES.get(kind)
+    update = _FUSED_UPDATES.get(kind)
     if update is None:
         return whole
 
@@ -47,6 +47,7 @@ def make_step(kind: Any) -> Callable[..., Any]:
 
 def _prepare(optimizer: Optimizer, group: dict[str, Any]) -> Call | None:
     """What the step of this group needs; None: it is not as most of them."""
+    # two passes of C over the parameters, where torch's own has one of Python
     gradients = [*map(_gradient, group["params"])]
     states = [*map(optimizer.state.__getitem__, group["params"])]
     is_usual = group["fused"] and all(map(_is_there, gradients)) and (all(states) or group.get("momentum") == 0)
@@ -92,4 +93,4 @@ def _step_adam(group: dict[str, Any], gradients: list[Tensor], states: list[Any]
     )
 
 
-_UPDATES: dict[Any, Any] = {SGD: _step_sgd, Adam: _step_adam, AdamW: _step_adam}
+_FUSED_UPDATES: dict[Any, Any] = {SGD: _step_sgd, Adam: _step_adam, AdamW: _step_adam}

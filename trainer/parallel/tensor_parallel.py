@@ -130,8 +130,8 @@ def refuse_plan(network: nn.Module, plan: Plan, degree: int) -> None:
     """Refuse a plan that is missing, names nothing, or splits what does not divide by the degree."""
     if not plan.tensor:
         raise Refusal(
-            f"{type(network).__name__} has no tensor-parallel plan: neither its plan(self) -> Plan nor the task says how"
-            f" layers are split; {WITHOUT_PLAN}"
+            f"{type(network).__name__} has no tensor-parallel plan: neither its plan(self) -> Plan nor the task says"
+            f" how layers are split; {WITHOUT_PLAN}"
         )
     # whole things first, as heads: sizes may divide where these do not
     for what, count in plan.divisible.items():
