@@ -5,6 +5,7 @@ What a token gets depends on its own sample alone: no expert is full because of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -192,8 +193,7 @@ class Experts(nn.Module):
         gate, up, down = (_local(weight) for weight in (self.gate, self.up, self.down))
         # (experts + 1,) how many rows each has, and none of them
         counts = chosen.new_zeros(len(gate) + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
-        compute = compute_grouped if _can_be_grouped(rows, counts, gate) else compute_one_by_one
-        return compute(rows, counts, gate, up, down)
+        return _choose_products(rows, counts, gate)(rows, counts, gate, up, down)
 
 
 def compute_one_by_one(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -218,12 +218,28 @@ def compute_grouped(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down
     return results.masked_fill(behind[:, None], 0.0)
 
 
-def _can_be_grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> bool:
-    """Has this device the kernel, for this type and these sides? A shape without values, as a plan has, needs none."""
-    fits = type(counts) is Tensor and rows.is_cuda and _product_dtype(rows) == torch.bfloat16
+def compute_even_shares(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same for a plan, whose counts have no values: as many products and as much memory, of even shares."""
+    kind, experts = _product_dtype(rows), len(gate)
+    rows, gate, up, down = (each.to(kind) for each in (rows, gate, up, down))
+    left = len(rows) % experts
+    even = rows[: len(rows) - left].view(experts, -1, rows.shape[1])  # (experts, rows of each, width)
+    results = (functional.silu(even @ gate.mT) * (even @ up.mT)) @ down.mT
+    return functional.pad(results.flatten(0, 1), (0, 0, 0, left))
+
+
+def _choose_products(rows: Tensor, counts: Tensor, weight: Tensor) -> Callable[..., Tensor]:
+    """How this device computes experts of this type and these sides."""
     aligned = len(rows) > 0 and all(side % 8 == 0 for side in weight.shape[1:])  # 16 bytes
+    if not aligned or _product_dtype(rows) != torch.bfloat16:
+        return compute_one_by_one
+    if type(counts) is not Tensor:  # a shape without values: a plan, in most cases for a GPU, and on none
+        return compute_even_shares
+    if not rows.is_cuda:
+        return compute_one_by_one
     # on Blackwell, (10, 0), an expert without rows got numbers as its gradient (pytorch#172439)
-    return fits and aligned and (8, 0) <= torch.cuda.get_device_capability(rows.device) < (10, 0)
+    known = (8, 0) <= torch.cuda.get_device_capability(rows.device) < (10, 0)
+    return compute_grouped if known else compute_one_by_one
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

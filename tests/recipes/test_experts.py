@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.language.decoder import Decoder
-from recipes.language.experts import Experts, Mixture, Router, Routing, compute_grouped, compute_one_by_one, figures
+from recipes.language.experts import (
+    Experts,
+    Mixture,
+    Router,
+    Routing,
+    compute_even_shares,
+    compute_grouped,
+    compute_one_by_one,
+    figures,
+)
 from recipes.language.next_token import NextToken
 from tests.commands import curve
 from tests.inside import product
@@ -90,6 +99,12 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(counts: tuple[
     results, gradient, *_ = grouped
     assert not results[16 - counts[-1] :].any()
     assert not gradient[16 - counts[-1] :].any()
+
+
+def test_so_are_the_even_shares_that_a_plan_computes() -> None:
+    module, rows, counts = stacks(24, 16), torch.randn(18, 24), torch.tensor((4, 4, 4, 4, 2))
+    one, even = (results_and_gradients(way, module, rows, counts) for way in (compute_one_by_one, compute_even_shares))
+    torch.testing.assert_close(even, one)
 
 
 @pytest.mark.gpu
