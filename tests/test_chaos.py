@@ -24,7 +24,7 @@ from tests.commands import SMALL, TRANSFORMER
 from tests.inside import here
 from tests.warm import ROOT, Forked
 
-WORDS = (*SMALL, "device=cpu", "log=[]", "loop.steps=120", "loop.save_every=8", "loop.eval_every=60")
+WORDS = (*SMALL, "device=cpu", "log=[]", "loop.steps=360", "loop.save_every=8", "loop.eval_every=180")
 
 
 def test_a_seed_gives_one_list_in_which_every_kind_comes_before_one_comes_again() -> None:

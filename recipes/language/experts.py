@@ -237,9 +237,16 @@ def _choose_products(rows: Tensor, counts: Tensor, weight: Tensor) -> Callable[.
         return compute_even_shares
     if not rows.is_cuda:
         return compute_one_by_one
-    # on Blackwell, (10, 0), an expert without rows got numbers as its gradient (pytorch#172439)
-    known = (8, 0) <= torch.cuda.get_device_capability(rows.device) < (10, 0)
-    return compute_grouped if known else compute_one_by_one
+    return compute_grouped if _has_grouped_products(rows.device.type) else compute_one_by_one
+
+
+@torch.compiler.assume_constant_result
+def _has_grouped_products(kind: str) -> bool:
+    """Has this device the kernel, and is it right? On Blackwell, (10, 0), experts without rows got numbers as gradients.
+
+    pytorch#172439
+    """
+    return torch.version.hip is None and (8, 0) <= torch.get_device_module(kind).get_device_capability() < (10, 0)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
