@@ -242,7 +242,7 @@ def _choose_products(rows: Tensor, counts: Tensor, weight: Tensor) -> Callable[.
 
 @torch.compiler.assume_constant_result
 def _has_grouped_products(kind: str) -> bool:
-    """Has this device the kernel, and is it right? On Blackwell, (10, 0), experts without rows got numbers as gradients.
+    """Has this device the kernel, and is it right? On Blackwell, (10, 0), experts without rows got gradients.
 
     pytorch#172439
     """
