@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.processes import Processes
 
 LEFT_OUT = pytest.StashKey[int]()
-MOST_LANES = 4  # each has its own group of processes, in 3 to 4 GB of memory
+MOST_LANES, LANE_BYTES = 4, 5 * 2**30  # each has its own group of processes, in 3 to 4 GB of memory
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many tests run at once: as many as there are cores, and one where the words choose some of them."""
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.markexpr
-    return 0 if chosen else min(len(os.sched_getaffinity(0)), MOST_LANES)
+    return 0 if chosen else lanes()
+
+
+def lanes() -> int:
+    """How many tests this machine can run at once: by its cores, and by its memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // LANE_BYTES, MOST_LANES))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
