@@ -81,7 +81,7 @@ class RangeTest(Job):
                 f"job=lr and run.resume={resume}: it begins as a new run does; init_from={resume} takes its weights"
             )
         make: Callable[[Any], Optimizer] = parts.make_optimizer
-        self.base = base = float(make_trial_optimizer(make).param_groups[0]["lr"])
+        base = float(make_trial_optimizer(make).param_groups[0]["lr"])
         if base <= 0:
             raise Refusal(f"job=lr: optimizer.lr is {base:g}, and other rates are in proportion to it; set any above 0")
         broadcast_from_main(launch, "plot", self._refuse_plot)
@@ -93,7 +93,7 @@ class RangeTest(Job):
             with StopRequest(launch) as stop, run.strategy:
                 done = self._train(run, curve, base, stop)
         if done and launch.is_main:
-            self._report(run, curve)
+            self._report(run, curve, base)
         return 0 if done else failure.exit_code(False, launch)
 
     def _train(self, run: PreparedRun, curve: RateCurve, base: float, stop: StopRequest) -> bool:
@@ -119,8 +119,8 @@ class RangeTest(Job):
             # all ranks; was any asked to stop by somebody?
             return not run.strategy.world.max_values([stop.raised])[0]
 
-    def _report(self, run: PreparedRun, curve: RateCurve) -> None:
-        """Print the curve and the suggestion, and draw it. The main rank calls it."""
+    def _report(self, run: PreparedRun, curve: RateCurve, base: float) -> None:
+        """Print the curve and the suggestion, and draw it. The main rank calls it. base: the run's own rate."""
         if not curve.losses:
             print("suggestion  none: the first loss is not finite; is the data all right?", flush=True)
             return
@@ -142,7 +142,7 @@ class RangeTest(Job):
                 f"steepest    at optimizer.lr={curve.rate(steps.steepest):.2g}",
                 f"lowest      {format_number(smoothed[steps.lowest])} at optimizer.lr={curve.rate(steps.lowest):.2g}",
                 f"suggestion  optimizer.lr={rate:g}, in the middle of the last tenth of the fall; to train with it:",
-                f"  {training_command(run, rate, rate / self.base)}",
+                f"  {training_command(run, rate, rate / base)}",
             ]
         # the one file that stays
         if self.plot is not None:

@@ -20,7 +20,8 @@ from trainer.jobs.batch_sizes import RunLength
 from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.run_status import read_status
 from trainer.messages import Refusal
-from trainer.parallel.optimizer_state import network_differences
+from trainer.parallel.optimizer_state import EMA_PREFIX, network_differences
+from trainer.records.checkpoint.base_weights import base_of
 from trainer.records.checkpoint.manifest import (
     RESUME_KEYS,
     CheckpointInfo,
@@ -37,6 +38,7 @@ from trainer.records.resume_rules import (
     find_changes,
     has_checkpoint,
     is_checkpoint,
+    keeps_optimizer,
     parse_config,
     refuse_changes,
     resolve_resume_path,
@@ -257,3 +259,20 @@ def _refuse_network(what: str, checkpoint: CheckpointInfo, network: nn.Module, c
 def _bullets(lines: Sequence[str | Change]) -> str:
     more = f"\n  … and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
     return "".join(f"\n  {line}" for line in lines[:_MOST]) + more
+
+
+def resume_lines(run: PreparedRun, start: CheckpointInfo) -> list[str]:
+    """What a run prints of the checkpoint from which it goes on, and of what it does not take from there."""
+    initial = "init_from is ignored, because the run resumes"
+    if base := base_of(start.state):
+        initial = f"the run resumes; its {len(base.shapes)} frozen tensors are read from {base.path}, as at first"
+    notes = [initial] if run.settings.init_from else []
+    # a moving average that only the checkpoint has, or only this run
+    decay, averaged = run.settings.ema.decay, any(name.startswith(EMA_PREFIX) for name in start.tensors)
+    if averaged and decay is None:
+        notes.append("the checkpoint's moving average is dropped: ema.decay=null")
+    if decay is not None and not averaged:
+        notes.append(f"ema.decay={decay:g}: the checkpoint has no moving average; it starts from the weights")
+    if not keeps_optimizer(start.state, {"configuration": parse_config(run.configuration)}):
+        notes.append("the checkpoint is of another optimizer: this one begins without state, with the weights")
+    return [f"resuming    step {start.step} of {start.path}", *(f"note        {note}" for note in notes)]

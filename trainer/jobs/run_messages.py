@@ -14,6 +14,7 @@ from torch import nn
 from trainer.configuration.command_line import add_overrides, code_arguments, quote_path
 from trainer.data.sampler import dataset_size
 from trainer.jobs.goodput_report import cost_lines, format_seconds, read_costs
+from trainer.jobs.resume_decision import resume_lines
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.devices import accelerator_names
 from trainer.launch.rendezvous import Launch
@@ -23,14 +24,11 @@ from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import format_count, format_names, format_number
 from trainer.parallel.batch_norm import local_batch_norms
-from trainer.parallel.optimizer_state import EMA_PREFIX
-from trainer.records.checkpoint.base_weights import base_of
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.checkpoint.store import list_complete, select_best
 from trainer.records.console import format_metric
 from trainer.records.metrics_reader import metrics_of, read_last_lines
-from trainer.records.resume_rules import keeps_optimizer, parse_config
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import STEP_PHASES, StepTimer
 
@@ -70,18 +68,8 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
             for note in (*run.data.notes(), *strategy.notes(run.network), *lightning_notes(run.network))
         ],
         *slice_notes(run),
-        *([f"resuming    step {start.step} of {start.path}"] if start else []),
-        *([f"note        {_initial_note(start)}"] if start and run.settings.init_from else []),
-        *average_notes(run.settings.ema.decay, start),
-        *optimizer_notes(run, start),
+        *(resume_lines(run, start) if start else []),
     ]
-
-
-def _initial_note(start: CheckpointInfo) -> str:
-    """What init_from still is for in a run that resumes."""
-    if base := base_of(start.state):
-        return f"the run resumes; its {len(base.shapes)} frozen tensors are read from {base.path}, as at first"
-    return "init_from is ignored, because the run resumes"
 
 
 def slice_notes(run: PreparedRun) -> list[str]:
@@ -113,23 +101,6 @@ def lightning_notes(network: nn.Module) -> list[str]:
         for kind in [next((kind for kind in type(network).__mro__ if method in vars(kind)), None)]
         if kind is not None and kind.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
     ]
-
-
-def average_notes(decay: float | None, start: CheckpointInfo | None) -> list[str]:
-    """What becomes of the weights' moving average where only the checkpoint or only this run has one."""
-    # both have an average, or none has
-    if start is None or (decay is None) == (not any(name.startswith(EMA_PREFIX) for name in start.tensors)):
-        return []
-    if decay is None:
-        return ["note        the checkpoint's moving average is dropped: ema.decay=null"]
-    return [f"note        ema.decay={decay:g}: the checkpoint has no moving average; it starts from the weights"]
-
-
-def optimizer_notes(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
-    """That the optimizer of the checkpoint was another one."""
-    if start is None or keeps_optimizer(start.state, {"configuration": parse_config(run.configuration)}):
-        return []
-    return ["note        the checkpoint is of another optimizer: this one begins without state, with the weights"]
 
 
 def format_devices(machine: Machine) -> str:
