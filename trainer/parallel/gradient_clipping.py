@@ -50,6 +50,8 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 def _short_chains(tensor: Tensor) -> list[Tensor]:
     """Tensors of the same 2-norm: norms of rows of CHAIN numbers, and the rest; itself where it is short."""
+    if tensor.is_sparse:  # torch 2.11 has no norm of these
+        tensor = tensor.coalesce().values()
     if tensor.device.type != "cpu" or tensor.numel() <= CHAIN:
         return [tensor]
     flat = tensor.reshape(-1)  # a copy only where the memory has gaps or another order
