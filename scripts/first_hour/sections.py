@@ -262,7 +262,11 @@ def plan(hour: Hour) -> None:
             hour.check(name, hour.runs.trainer(ran, words, **_threads(hour)))
         if not hour.check(f"job=plan of {name}", planned):
             continue
-        row = json.loads((hour.runs.folder / f"plan-{name}" / "plan" / "plan.json").read_text())["rows"][0]
+        facts = json.loads((hour.runs.folder / f"plan-{name}" / "plan" / "plan.json").read_text())
+        if not facts["rows"]:
+            hour.wrong(f"job=plan of {name}: {facts['refused']}")
+            continue
+        (row,) = facts["rows"]
         # the run's own step time has its first steps in it; the last log line has only warm ones
         measured = {**hour.runs.measured(ran), "step_s": hour.runs.lines(ran)[-1]["step_s"]}
         cells: list[str] = []

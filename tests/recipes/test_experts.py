@@ -134,7 +134,8 @@ def test_so_they_are_on_a_gpu_for_which_nothing_waits(counts: tuple[int, ...], c
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert grouped[0].dtype == torch.bfloat16
-    torch.testing.assert_close([x.float() for x in grouped], expected, rtol=0.05, atol=0.1)
+    for result, exact in zip(grouped, expected, strict=True):  # in bf16: of some numbers hardly a digit is left
+        assert (result.float() - exact).norm() <= 0.02 * exact.norm()
     assert not grouped[0][16 - counts[-1] :].any()
 
 

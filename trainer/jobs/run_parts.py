@@ -148,7 +148,8 @@ def assemble(
     run, names = settings.run, AllowedTargets(trust=settings.trust, folders=tuple(labs))
     # on what they compute and where all meet: who is refused for it has built nothing yet
     machine = make_machine(settings, launch)
-    machine.check()
+    if cfg.job.get("_target_") != "trainer.jobs.plan.job.PlanJob":  # a plan is for devices that need not be here
+        machine.check()
     # before the first of them is called; what torch brings has no kind of ours, and is checked by its maker; what only
     # the data knows (a folder's classes) is any number until then
     kinds = {group: kind for group, kind in _KINDS.items() if not is_torch_scheduler(cfg[group], group, names)}

@@ -17,7 +17,8 @@ from trainer.jobs.doctor.reference_step import StepFactors, measure_factors
 from trainer.jobs.plan.devices import Points
 
 _AT = torch.ops.aten
-_FEWEST, _MOST = 2, 200  # repetitions, after a first one
+_FEWEST, _MOST = 2, 200  # turns, after a first one
+_QUEUED = 16  # calls of a turn on a GPU, which computes while the host prepares the next one
 
 
 class Kernel(NamedTuple):
@@ -31,23 +32,24 @@ class Kernel(NamedTuple):
 
 def kernels(device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
     """Every kind of operator that is measured, from small to large. On a GPU the large ones are larger."""
-    wide = 1 if device.type == "cpu" else 16
+    on_gpu = device.type != "cpu"
 
     def make(*shape: int) -> Tensor:
         return torch.rand(shape, device=device, dtype=dtype)
 
-    for n in (8, 64, 256, 512 * (4 if wide > 1 else 1)):
+    for n in (8, 64, 256, 4096 if on_gpu else 512):
         left, right = make(n, n), make(n, n)
         yield Kernel("mm", 2 * n**3, partial(torch.mm, left, right))
     # images (B, C, H, W) as networks have them: fewer channels where they are large
-    for batch, channels, side in ((1, 16, 8), (4, 32, 16), (8 * wide, 64, 32), (8 * wide, 256, 8)):
+    large = ((128, 128, 28), (256, 256, 28)) if on_gpu else ((8, 64, 32), (8, 256, 8))
+    for batch, channels, side in ((1, 16, 8), (4, 32, 16), *large):
         yield from _convolutions(make, batch, channels, side)
         yield from _image_operators(make, batch, channels, side)
-    for heads, tokens in ((1, 16), (8, 64), (32 * wide, 128)):  # (B, heads, T, 32)
-        yield from _attention(make, heads, tokens)
-    for rows in (4, 256, 4096 * wide):
-        yield from _row_operators(make, rows)
-    for numbers in (2**6, 2**14, 2**18, 2**22 * wide):
+    for heads, tokens, width in ((1, 16, 32), (8, 64, 32), (192, 1024, 64) if on_gpu else (32, 128, 32)):
+        yield from _attention(make, heads, tokens, width)
+    for rows, width in ((4, 256), (256, 256), (16384, 1024) if on_gpu else (4096, 256)):
+        yield from _row_operators(make, rows, width)
+    for numbers in (2**6, 2**14, 2**18, 2**26 if on_gpu else 2**22):
         yield from _elementwise_operators(make, numbers)
 
 
@@ -97,9 +99,9 @@ def _image_operators(make: Callable[..., Tensor], batch: int, channels: int, sid
     yield Kernel("pool", size + pooled.nbytes + places.nbytes, lambda: _AT.max_pool2d_with_indices(x, [2, 2], [2, 2]))
 
 
-def _attention(make: Callable[..., Tensor], heads: int, tokens: int) -> Iterator[Kernel]:
-    q, k, v = (make(1, heads, tokens, 32).requires_grad_() for _ in range(3))
-    flops = 4 * heads * tokens * tokens * 32
+def _attention(make: Callable[..., Tensor], heads: int, tokens: int, width: int) -> Iterator[Kernel]:
+    q, k, v = (make(1, heads, tokens, width).requires_grad_() for _ in range(3))
+    flops = 4 * heads * tokens * tokens * width
     out = nn.functional.scaled_dot_product_attention(q, k, v)
     gradient = torch.ones_like(out)
     yield Kernel("attention", flops, lambda: nn.functional.scaled_dot_product_attention(q, k, v))
@@ -108,15 +110,15 @@ def _attention(make: Callable[..., Tensor], heads: int, tokens: int) -> Iterator
     )
 
 
-def _row_operators(make: Callable[..., Tensor], rows: int) -> Iterator[Kernel]:
-    x, weight = make(rows, 256), make(256)  # (rows, 256)
-    normalize = partial(_AT.native_layer_norm, x, [256], weight, weight, 1e-5)
+def _row_operators(make: Callable[..., Tensor], rows: int, width: int) -> Iterator[Kernel]:
+    x, weight = make(rows, width), make(width)
+    normalize = partial(_AT.native_layer_norm, x, [width], weight, weight, 1e-5)
     _, *statistics = normalize()
     yield Kernel("layer norm", 2 * x.nbytes, normalize)
     yield Kernel(
         "layer norm backward",
         3 * x.nbytes,
-        lambda: _AT.native_layer_norm_backward(x, x, [256], *statistics, weight, weight, [True, True, True]),
+        lambda: _AT.native_layer_norm_backward(x, x, [width], *statistics, weight, weight, [True, True, True]),
     )
     yield Kernel("softmax", 2 * x.nbytes, lambda: torch.log_softmax(x, 1))
     yield Kernel("sum", x.nbytes, lambda: x.sum(0, keepdim=True))
@@ -124,19 +126,22 @@ def _row_operators(make: Callable[..., Tensor], rows: int) -> Iterator[Kernel]:
 
 def _elementwise_operators(make: Callable[..., Tensor], numbers: int) -> Iterator[Kernel]:
     x, y = make(numbers), make(numbers)
-    grid = make(numbers // 64, 64).t()
+    # on a GPU as attention turns heads and tokens, in runs of 64 numbers
+    heads = make(max(1, numbers // 2**12), min(64, numbers // 64), 64)
+    grid = make(numbers // 64, 64).t() if x.device.type == "cpu" else heads.transpose(0, 1)
     size = x.nbytes
     yield Kernel("elementwise", 3 * size, lambda: x + y)
     yield Kernel("in place", 3 * size, lambda: x.add_(y))
     yield Kernel("copy", 2 * size, lambda: grid.clone(memory_format=torch.contiguous_format))
     yield Kernel("gelu", 2 * size, lambda: nn.functional.gelu(x))
     yield Kernel("gelu backward", 3 * size, lambda: _AT.gelu_backward(x, y))
-    # of small parameters many are updated by one call
+    # of small parameters many are updated by one call; on a GPU by one kernel
     parameters = [nn.Parameter(x.clone()) for _ in range(16 if numbers <= 2**14 else 1)]
     for parameter in parameters:
         parameter.grad = y
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
-    yield Kernel("optimizer", 4 * size, optimizer.step, len(parameters))
+    kernels = len(parameters) if x.device.type == "cpu" else 1
+    yield Kernel("optimizer", 4 * size * len(parameters) / kernels, optimizer.step, kernels)
 
 
 def measure_kernels(site: ExaminedRanks, sums: Points, patience: float) -> dict[str, Any]:
@@ -174,12 +179,12 @@ def _best_seconds(call: Callable[[], Any], site: ExaminedRanks, patience: float)
     """Seconds of a call: the best of some turns, because other programs only ever make it slower."""
     call()
     site.synchronize()
+    calls = 1 if site.device.type == "cpu" else _QUEUED
     times: list[float] = []
-    spent = 0.0
-    while len(times) < _FEWEST or (spent < patience and len(times) < _MOST):
+    while len(times) < _FEWEST or (sum(times) < patience and len(times) < _MOST):
         began = perf_counter()
-        call()
+        for _ in range(calls):
+            call()
         site.synchronize()
         times.append(perf_counter() - began)
-        spent += times[-1]
-    return min(times)
+    return min(times) / calls

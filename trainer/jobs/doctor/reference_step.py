@@ -74,7 +74,8 @@ def measure_factors(site: ExaminedRanks, points: Mapping[str, Points], sums: Poi
     """Collective: the factors by the steps of two networks. sums: an all-reduce of all ranks, (bytes, seconds)."""
     # the tiny network shows what comes with each operator, the small one what comes with its size
     times, parts, operators = _time_step(site, *_tiny(), points)
-    overhead = max(0.0, min(times) - parts) / operators
+    on_gpu = site.device.type != "cpu"  # which computes while the host prepares the next operator
+    overhead = max(0.0, min(times) - (0.0 if on_gpu else parts)) / operators
     times, parts, operators = _time_step(site, *_small(), points)
     compute, waiting = max(1.0, (min(times) - operators * overhead) / parts), 1.0
     if sums:

@@ -68,6 +68,7 @@ def _start(function: Callable[[], Any]) -> tuple[Any, Any]:
         if not is_nested:
             os.setpgid(0, 0)  # a group of its own, to be killed with all that it starts
         torch.set_num_threads(1)  # threads of torch's are not copied with a process
+        _hide_accelerators()
         warnings.simplefilter("ignore")  # the run itself gives them
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error has what is needed
         try:
@@ -81,6 +82,17 @@ def _start(function: Callable[[], Any]) -> tuple[Any, Any]:
     process.start()
     other.close()  # this process's copy; else no end of file would come when the other process dies
     return pipe, process
+
+
+def _hide_accelerators() -> None:
+    """Let torch find no accelerator in this process: a driver that was asked before the fork answers with an error.
+
+    Adam asks in each step, whatever its parameters lie on.
+    """
+    if accelerator := torch.accelerator.current_accelerator():
+        module: Any = torch.get_device_module(accelerator)
+        module.is_available = lambda: False
+    torch.accelerator.current_accelerator = lambda check_available=False: None
 
 
 def _describe(error: BaseException) -> str:

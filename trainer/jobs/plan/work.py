@@ -6,7 +6,6 @@ from collections import defaultdict
 from math import ceil
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import flop_registry
 
 from trainer.data.nested_tensors import tensors
@@ -41,7 +40,7 @@ _KINDS = {
     **dict.fromkeys(_COPIES, "copy"),
     "_fused_": "optimizer",
 }
-CAT_BATCH = 128  # tensors that torch puts together by one kernel of a GPU
+LIST_BATCH = 128  # about so many tensors of a list one kernel of a GPU takes
 
 
 class Work:
@@ -50,12 +49,14 @@ class Work:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.operators = 0
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase
+        self._kernels: defaultdict[str, float] = defaultdict(float)  # seconds by phase
+        self._calls: defaultdict[str, int] = defaultdict(int)  # the same
 
     def take(self) -> dict[str, float]:
         """Seconds by phase that have been counted since this was last called."""
-        seconds = dict(self._seconds)
-        self._seconds.clear()
+        seconds = {phase: self._device.together(took, self._calls[phase]) for phase, took in self._kernels.items()}
+        self._kernels.clear()
+        self._calls.clear()
         return seconds
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any, phase: str) -> None:
@@ -70,13 +71,13 @@ class Work:
         formula = flop_registry.get(func.overloadpacket)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
         moved = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in touched}.values())
-        # one that takes a list of tensors is a kernel for each of them, one after another
+        # of a list of tensors a CPU computes one after another, a GPU many by one kernel
         calls = max(1, len(args[0])) if args and isinstance(args[0], list | tuple) and not flops else 1
-        if func.overloadpacket is torch.ops.aten.cat and not self._device.is_host:
-            calls = ceil(calls / CAT_BATCH)
+        calls = calls if self._device.is_host else ceil(calls / LIST_BATCH)
         self.operators += calls
+        self._calls[phase] += calls
         kind = operator_kind(func, args)
-        self._seconds[phase] += calls * self._device.seconds(kind, flops / calls, moved / calls, touched[0].dtype)
+        self._kernels[phase] += calls * self._device.seconds(kind, flops / calls, moved / calls, touched[0].dtype)
 
 
 def operator_kind(func: Any, args: Any) -> str:
