@@ -14,6 +14,7 @@ from tests.strategies.toys import CLASSES, WIDTH, Plain
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.compile import Compiler, CompileSettings
+from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 from trainer.strategies.single import Single
 
@@ -63,6 +64,8 @@ def test_what_cannot_be_one_graph_is_refused() -> None:
     strategy = Single(machine=Machine(device="cpu", compile=CompileSettings("step")))
     with pytest.raises(Refusal, match=r"loop\.micro_batches=2: .* has one micro-batch"):
         strategy.refuse_compile(2)
+    with pytest.raises(Refusal, match=r"goes without strategy\.compress: .* in one message"):
+        DDP(machine=strategy.machine, compress="bf16").refuse_compile(1)
     for network, make, said in (
         (NETWORKS["small"](), lambda groups: torch.optim.RMSprop(groups), "not RMSprop; use compile.mode=default"),
         (Sometimes(), lambda groups: torch.optim.SGD(groups, 0.1), "not sure .* rarely"),

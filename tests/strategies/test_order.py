@@ -259,6 +259,7 @@ COMPILED = {
     "single": (1, SINGLE),
     "one graph": (1, SINGLE.but(compile="step", micro_batches=1)),
     "ddp on 2": (2, Order("ddp", mode="units", micro_batches=1)),
+    "one graph of ddp on 2": (2, Order("ddp", compile="step", micro_batches=1)),
     "tp on 2": (2, Order("tp", mode="operators")),
     "fsdp on 2": (2, Order("fsdp", mode="units", micro_batches=1)),
 }

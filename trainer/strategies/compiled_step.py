@@ -31,7 +31,7 @@ from trainer.strategies.recurrent_state import NoRecurrentState
 
 
 class CompiledStepModel(ParallelModel):
-    """One network on one device, whose step is one compiled function of one micro-batch.
+    """A whole network on each rank, whose step is one compiled function of one micro-batch.
 
     `forward_backward` only begins it: the function runs in `optimizer_step`, and then the losses are there.
     """
@@ -76,6 +76,7 @@ class CompiledStepModel(ParallelModel):
         wide = accumulation_dtype(device)
         self._rates = [torch.zeros((), dtype=wide, device=device) for _ in optimizer.param_groups]
         self._limit = torch.zeros((), dtype=wide, device=device)
+        self._fraction = torch.zeros((), dtype=self.machine.parameter_dtype, device=device)
         self._quiet_shapes: list[torch.Size] = []  # of the last batch, whose graph has drawn nothing
         self._updates = [_UPDATES[type(optimizer)](group) for group in optimizer.param_groups]
         return optimizer
@@ -109,8 +110,9 @@ class CompiledStepModel(ParallelModel):
         draws = shapes != self._quiet_shapes
         if draws:
             self.rng.begin_forward(self._batch.indices, self._number, 0, 0)
-        share = self._share(0)  # of the only micro-batch: 1, or a tensor that may be 0
-        batch = self._batch.inputs, self._batch.targets, share if isinstance(share, Tensor) else None
+        share = self._share(0)  # of the only micro-batch: a number, or a tensor that may be 0
+        share = share if isinstance(share, Tensor) else self._fraction.fill_(share)
+        batch = self._batch.inputs, self._batch.targets, share
         with self.rng if draws else nullcontext(), self.compute_context():
             norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
         self._quiet_shapes = [] if self.rng.has_drawn_in_graphs() else shapes
@@ -127,7 +129,7 @@ class CompiledStepModel(ParallelModel):
         limit: Tensor,
         inputs: Any,
         targets: Any,
-        share: Tensor | None,
+        share: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What is compiled: returns the norm of the gradient, and the losses."""
 
@@ -136,7 +138,7 @@ class CompiledStepModel(ParallelModel):
                 x, y = self.memory_format.cast((inputs, targets))
                 output = functional_call(self.step_module, {**weights, **buffers}, (x, y))
                 losses = name_losses(self.task.loss(output, y))
-            losses = losses if share is None else {name: loss * share for name, loss in losses.items()}
+            losses = {name: loss * share for name, loss in losses.items()}
             return losses["loss"], {name: loss.detach() for name, loss in losses.items()}
 
         trained = {name: weight for name, weight in self.step_module.named_parameters() if weight.requires_grad}
@@ -144,6 +146,9 @@ class CompiledStepModel(ParallelModel):
         buffers = dict(self.step_module.named_buffers())
         gradients, losses = self.rng.call_in_graph(grad(loss_of, has_aux=True), trained, buffers)
         with torch.no_grad():
+            # all data ranks: the whole gradient; each has its share of the global mean's
+            sums = self.strategy.loss_group.sum_together(list(gradients.values()))
+            gradients = dict(zip(gradients, sums, strict=True))
             norm = global_norm(list(gradients.values()))
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             clipped: dict[Tensor, Tensor] = {weight: gradients[name] * factor for name, weight in trained.items()}
