@@ -252,7 +252,7 @@ def test_workers_hand_tensors_over_where_the_temporary_folder_has_a_long_name(
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     monkeypatch.delitem(vars(multiprocessing.current_process())["_config"], "tempdir", raising=False)  # chosen once
     read = make_reader(Numbers(4), Data().collate, 0, LoaderOptions(workers=1, timeout=30), pin=False)
-    ((inputs, _),) = read(0, [torch.arange(4)])
+    ((_, inputs, _),) = read(0, [torch.arange(4)])
     assert inputs["x"].tolist() == [[0], [1], [2], [3]]
 
 
@@ -276,7 +276,8 @@ def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> 
     lists = [torch.tensor([7, 7, 49]), torch.arange(50)[::5]]
 
     def read(dataset: Dataset, data: Data) -> Any:
-        return list(make_reader(dataset, data.collate, 0, LoaderOptions(workers=0), pin=False)(0, lists))
+        batches = make_reader(dataset, data.collate, 0, LoaderOptions(workers=0), pin=False)(0, lists)
+        return [batch for _, *batch in batches]
 
     items = read(ItemByItem(*columns), Data())
     with pytest.MonkeyPatch.context() as patch:
@@ -292,7 +293,7 @@ def test_small_batches_of_tensors_are_indexed_many_at_once_with_the_same_bits(wi
     columns = torch.randn(100, width), torch.arange(100)
     lists = list(torch.randperm(100).split(rows))  # of these sizes, and a shorter one
     read = make_reader(TensorDataset(*columns), Data().collate, 0, LoaderOptions(workers=0), pin=False)
-    batches = list(read(0, iter(lists)))
+    batches = [batch for _, *batch in read(0, iter(lists))]
     for indices, batch in zip(lists, batches, strict=True):
         assert all(torch.equal(got, column[indices]) for got, column in zip(batch, columns, strict=True))
         # or a product may be rounded in another way than that of a tensor by itself, which a resumed run may have

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, tee
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ class LoaderOptions:
     timeout: float = 0  # seconds to wait for a micro-batch; 0: for ever
 
 
-# (epoch, lists of indices) → (inputs, targets) of each list, in order, on the CPU
-Read = Callable[[int, Iterable[Tensor]], Iterator[tuple[Any, Any]]]
+# (epoch, lists of indices) → (indices, inputs, targets) of each list, in order, on the CPU
+Read = Callable[[int, Iterable[Tensor]], Iterator[tuple[Tensor, Any, Any]]]
 
 
 def make_reader(
@@ -42,7 +42,7 @@ def make_reader(
     if is_read_by_item(dataset, collate):
         return _ItemReader(dataset, collate, seed, loading, pin).read
     if batch := getattr(dataset, "batch", None):
-        return lambda epoch, lists: map(batch, lists)
+        return lambda epoch, lists: ((indices, *batch(indices)) for indices in lists)
     return lambda epoch, lists: _index_columns(dataset.tensors, lists)
 
 
@@ -66,9 +66,9 @@ def _index_columns(columns: Sequence[Tensor], lists: Iterable[Tensor]) -> Iterat
     while some := list(islice(lists, count)):
         indices, sizes = torch.cat(some), [each.numel() for each in some]  # (samples of all these lists,)
         read = [column.index_select(0, indices.to(column.device)) for column in columns]
-        # detached: of parts that autograd knows as such none may be changed in place by what has a gradient
-        parts = ([part.detach() for part in column.split(sizes)] for column in read)
-        yield from map(list, zip(*parts, strict=True))
+        # unsafe: of parts that autograd knows as such none may be changed in place by what has a gradient
+        parts = (torch.unsafe_split_with_sizes(column, sizes) for column in read)
+        yield from zip(some, *parts, strict=True)
         count = _count_lists([column.nbytes // len(some) for column in read])
 
 
@@ -103,11 +103,14 @@ class _ItemReader:
             generator=torch.Generator().manual_seed(0),  # or it would draw from the global one at every epoch
         )
 
-    def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Any, Any]]:
+    def read(self, epoch: int, lists: Iterable[Tensor]) -> Iterator[tuple[Tensor, Any, Any]]:
+        # workers read ahead: the lists are needed once by them and once here
+        lists, ahead = tee(lists)
         # workers stay alive between epochs: new lists reach them through the batch sampler
-        self._lists.set(epoch, lists)
+        self._lists.set(epoch, ahead)
         try:
-            yield from self._loader
+            for indices, (inputs, targets) in zip(lists, self._loader, strict=True):
+                yield indices, inputs, targets
         except BadData as error:
             # a worker process passes its whole traceback on as the message: the sentence is its last line
             raise BadData(str(error).strip().splitlines()[-1].rpartition(f"{BadData.__name__}: ")[2]) from None

@@ -38,14 +38,16 @@ class RankBatches:
         self._reader = SampleReader(data, dataset, sampler, options)
         self._micro_batches = choose_micro_batches(data, dataset, sampler, self._reader)
 
-    def read(self, epoch: int, order: Tensor, global_batch: int, parts: Sequence[range]) -> Iterator[list[DeviceBatch]]:
+    def read(
+        self, epoch: int, order: Tensor, global_batch: int, parts: Sequence[range]
+    ) -> Iterator[Sequence[DeviceBatch]]:
         """The micro-batches of this rank, for each whole global batch of an order (N,).
 
         parts: which rows of this rank's batch each micro-batch has.
         """
         steps = self._sampler.steps(order, global_batch)
         if len(parts) == 1:  # a lone micro-batch is all of it
-            return ([batch] for batch in self._reader.read(epoch, steps, training=True))
+            return zip(self._reader.read(epoch, steps, training=True))
         batches = ((indices, parts) for indices in steps)
         return self._micro_batches.read(epoch, batches, training=True)
 
@@ -57,7 +59,9 @@ class MixedRankBatches(RankBatches):
     nothing is sent, and a sample is the same on any number of ranks.
     """
 
-    def read(self, epoch: int, order: Tensor, global_batch: int, parts: Sequence[range]) -> Iterator[list[DeviceBatch]]:
+    def read(
+        self, epoch: int, order: Tensor, global_batch: int, parts: Sequence[range]
+    ) -> Iterator[Sequence[DeviceBatch]]:
         """The micro-batches of this rank, for each whole global batch."""
         assert self._data.mix is not None
         device, seed = self._sampler.device, mix_seeds(self._sampler.seed, MIX_SEED)
@@ -195,10 +199,10 @@ class EvalLoader:
             for (indices, inputs, targets), (span, rows) in zip(step, self._micro_spans(len(samples)), strict=True):
                 yield Batch(inputs, targets, indices, span, len(samples), samples.start > 0), len(rows)
 
-    def _read(self, spans: list[range]) -> Iterator[list[DeviceBatch]]:
+    def _read(self, spans: list[range]) -> Iterator[Sequence[DeviceBatch]]:
         """This rank's micro-batches of each of these spans of samples."""
         if self.micro_batch >= self._global_batch:  # a lone micro-batch is all of it
-            return ([batch] for batch in self._reader.read(0, self._indices(spans), training=False))
+            return zip(self._reader.read(0, self._indices(spans), training=False))
         parts = ([rows or range(1) for _, rows in self._micro_spans(len(samples))] for samples in spans)
         return self._micro_batches.read(0, zip(self._indices(spans), parts, strict=True), training=False)
 

@@ -35,15 +35,11 @@ class SampleReader:
 
     def read(self, epoch: int, lists: Iterable[Tensor], training: bool) -> Iterator[DeviceBatch]:
         """(indices, inputs, targets) of each list, in order; the indices stay on the CPU."""
-        # workers read ahead: the lists are needed once by them and once here
-        lists, ahead = tee(lists)
-        read = zip(lists, self._read(epoch, ahead), strict=True)
-        if self._is_ready:
-            return ((indices, inputs, targets) for indices, (inputs, targets) in read)
-        return self._augment(epoch, read, training)
+        read = self._read(epoch, lists)
+        return read if self._is_ready else self._augment(epoch, read, training)
 
-    def _augment(self, epoch: int, read: Iterable[Any], training: bool) -> Iterator[DeviceBatch]:
-        for indices, (inputs, targets) in read:
+    def _augment(self, epoch: int, read: Iterable[DeviceBatch], training: bool) -> Iterator[DeviceBatch]:
+        for indices, inputs, targets in read:
             inputs, targets, device_indices = to_device((inputs, targets, indices), self._device)
             random = Random(self._seed, epoch, device_indices)
             # all samples of a list at once: a kernel for each sample would cost as many launches
@@ -56,7 +52,7 @@ class SeparateMicroBatches:
     def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
 
-    def read(self, epoch: int, batches: Iterable[IndexedBatch], training: bool) -> Iterator[list[DeviceBatch]]:
+    def read(self, epoch: int, batches: Iterable[IndexedBatch], training: bool) -> Iterator[Sequence[DeviceBatch]]:
         """The micro-batches of each batch."""
         batches, ahead = tee(batches)
         lists = (indices[_as_slice(rows)] for indices, parts in ahead for rows in parts)
@@ -71,7 +67,7 @@ class CutMicroBatches:
     def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
 
-    def read(self, epoch: int, batches: Iterable[IndexedBatch], training: bool) -> Iterator[list[DeviceBatch]]:
+    def read(self, epoch: int, batches: Iterable[IndexedBatch], training: bool) -> Iterator[Sequence[DeviceBatch]]:
         """The micro-batches of each batch."""
         batches, ahead = tee(batches)
         whole = self._reader.read(epoch, (indices for indices, _ in ahead), training)

@@ -278,12 +278,10 @@ def _compute_totals(
 def _add_sums(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:
     """Add the sums of a micro-batch, in place."""
     for name, part in parts.items():
-        if name in sums:
-            before = sums[name]
-            if isinstance(part, Tensor) and part.shape != shape_of(before):
-                raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(before), shape_of(part))}")
-            part = before + part
-        sums[name] = part
+        before = sums.get(name, 0)
+        if name in sums and shape_of(before) != shape_of(part):
+            raise ValueError(f"Task.metrics: {name} {describe_shapes(shape_of(before), shape_of(part))}")
+        sums[name] = before + part
 
 
 def _finish_metrics(task: Task, totals: Totals, prefix: str) -> dict[str, float]:

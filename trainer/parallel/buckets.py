@@ -159,7 +159,8 @@ def to_accumulator(value: Tensor | float) -> Tensor:
     return value if value.dtype == kind else value.to(kind)
 
 
-def to_summand(value: Tensor) -> Tensor | float:
-    """A loss (0-d) as it is added up: as `to_accumulator` has it, but on a CPU, where nobody waits, as a float."""
-    number: Any = value.tolist() if type(value) is Tensor and value.is_cpu else None  # a fake tensor has no value
+def to_summand(value: Tensor | float) -> Tensor | float:
+    """A number as it is added up: as `to_accumulator` has it, but on a CPU, where nobody waits, one of Python's."""
+    # a fake tensor has no value
+    number: Any = value.tolist() if type(value) is Tensor and value.is_cpu and not value.dim() else None
     return to_accumulator(value) if number is None else number

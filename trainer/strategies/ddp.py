@@ -77,7 +77,8 @@ class DDPModel(ParallelModel):
     @override
     def wrap(self) -> Forward:
         strategy = self.strategy
-        if not any(parameter.requires_grad for parameter in self.network.parameters()):
+        self._trained = {name: x for name, x in self.network.named_parameters() if x.requires_grad}  # as DDP has them
+        if not self._trained:
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
         # DDP would fail only in the second step, and name no parameters
         unused = (
@@ -102,11 +103,11 @@ class DDPModel(ParallelModel):
         # DDP reorders its buckets after the first backward, which changes the order in which gloo adds, and so the last
         # bits: without this trial a resumed run would differ from one without a stop. A static graph also needs its
         # first backward to be synchronised.
-        synchronised = unflatten_output(self._replica)
+        synchronised, alone = unflatten_output(self._replica), super().wrap()
 
         def forward(*args: Any) -> Any:
             # without a backward nothing is sent, and DDP's records of each forward take longer than a small network
-            return (synchronised if torch.is_grad_enabled() else self.step_module)(*args)
+            return (synchronised if torch.is_grad_enabled() else alone)(*args)
 
         self._trial_backward(forward)
         return forward
@@ -127,8 +128,7 @@ class DDPModel(ParallelModel):
 
     def _without_gradient(self) -> list[str]:
         """Names of trainable parameters that have no gradient."""
-        parameters = self.network.named_parameters()
-        return [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
+        return [name for name, parameter in self._trained.items() if parameter.grad is None]
 
     def _trial_backward(self, forward: Forward) -> list[str]:
         """Collective if `forward` is: a backward without effects. Returns the parameters that get no gradient."""

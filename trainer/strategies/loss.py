@@ -113,7 +113,7 @@ class TaskNetwork(nn.Module):
 
 
 class FlatOutput(nn.Module):
-    """A step module whose output is a list of tensors, and the tree that they belong to.
+    """A step module whose output is a tensor, or a list of tensors and the tree that they belong to.
 
     DDP and FSDP wait for the backward of the tensors in an output. In a dataclass DDP with a static graph finds none,
     nor do older FSDPs, and would silently average nothing.
@@ -124,9 +124,11 @@ class FlatOutput(nn.Module):
         self.step = step
 
     @override
-    def forward(self, *args: Any) -> tuple[list[Tensor], Any]:
-        """The tensors of the output, and the output with empty tensors in their places."""
+    def forward(self, *args: Any) -> Tensor | tuple[list[Tensor], Any]:
+        """A lone tensor as it is; else the tensors of the output, and the output with empty tensors in their places."""
         output = self.step(*args)
+        if isinstance(output, Tensor):
+            return output
         return list(tensors(output)), map_tensors(output, lambda _: torch.empty(0, device="meta"))
 
 
@@ -134,8 +136,8 @@ def unflatten_output(flat: Forward) -> Forward:
     """The original forward of a wrapped `FlatOutput`."""
 
     def forward(*args: Any) -> Any:
-        values, tree = flat(*args)
-        return replace_tensors(tree, values)
+        output = flat(*args)
+        return output if isinstance(output, Tensor) else replace_tensors(output[1], output[0])
 
     return forward
 
@@ -189,7 +191,8 @@ def accumulate_losses(sums: dict[str, Tensor], losses: dict[str, Tensor], share:
     for name, loss in losses.items():
         part = loss.detach()
         if not _is_one(share):
-            part = to_accumulator(part) * share  # a loss in bf16 has 8 bits, too few for a product or a sum
+            # a loss in bf16 has 8 bits, too few for a product or a sum
+            part = to_accumulator(to_summand(part) * share)
         sums[name] = sums[name] + part if name in sums else part
 
 
@@ -201,12 +204,12 @@ def evaluation_sums(
     call: calls the loss, which may use random numbers.
     """
     loss, weight = total_loss(call(task.loss, output, targets)), loss_weight(task, targets, samples)
-    sums: dict[str, Tensor | float] = {name: to_accumulator(x) for name, x in task.metrics(output, targets).items()}
+    sums = {name: to_summand(x) for name, x in task.metrics(output, targets).items()}
     if isinstance(weight, Tensor):
         weight = _as_device_tensor(loss.device, weight)
-        return {**sums, "loss": to_accumulator(loss) * weight, "weight": weight, "samples": samples}
     # a number that the host knows stays there: it costs no kernel
-    return {**sums, "loss": to_summand(loss) * weight, "weight": weight, "samples": samples}
+    sums |= {"loss": to_summand(loss) * weight, "weight": weight, "samples": samples}
+    return sums
 
 
 def zero_sums(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:

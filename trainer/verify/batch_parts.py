@@ -57,7 +57,7 @@ def _read(run: PreparedRun, epoch: int, indices: Tensor, rows: Tensor, training:
     read_items = make_reader(dataset, data.collate, seed, LoaderOptions(workers=0), pin=False)
 
     def augmented(chosen: Tensor) -> tuple[Any, Any]:
-        (items,) = read_items(epoch, [chosen])
+        ((_, *items),) = read_items(epoch, [chosen])
         inputs, targets = to_device(items, device)
         return data.augment(inputs, targets, Random(seed, epoch, chosen.to(device)), training)
 
