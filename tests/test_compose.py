@@ -109,6 +109,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("optimizer.betas=3", "optimizer.betas=3", "a list"),
     ("strategy.sync_bn=3", "strategy.sync_bn=3", "true or false"),
     ("compile.fullgraph=yes", "compile.fullgraph=yes", "true or false"),
+    ("compile={mode: step, dynamic: true}", "compile.dynamic=true", "has fixed sizes"),
     ("precision=fp8", "precision=fp8", "bf16"),
     ("device=gpu", "device=gpu", "cuda"),
     ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),
@@ -174,6 +175,12 @@ def test_words_arrive() -> None:
     assert cfg.strategy._target_ == "trainer.strategies.ddp.DDP"
     assert (cfg.strategy.bucket_mb, cfg.optimizer.lr, list(cfg.log), cfg.loop.epochs) == (7, 3, ["console"], 4)
     assert "hydra" not in cfg
+
+
+@pytest.mark.parametrize("words", ["compile=true compile.fullgraph=true", "compile.fullgraph=true compile=true"])
+def test_compile_true_goes_with_the_other_keys_of_its_section(words: str) -> None:
+    found = parse_settings(compose(words.split())).compile
+    assert (found.mode, found.fullgraph) == ("default", True)
 
 
 @pytest.mark.parametrize("flags", [["--experimental-rerun", "x"], ["--config-path", "x"]], ids=str)

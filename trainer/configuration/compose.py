@@ -31,7 +31,7 @@ from trainer.configuration.key_checks import (
     suggest_for_flag,
 )
 from trainer.configuration.resource_paths import resource_root
-from trainer.configuration.schema import GROUPS, RESERVED_KEYS, validate_settings
+from trainer.configuration.schema import GROUPS, RESERVED_KEYS, spell_out_compile, validate_settings
 from trainer.launch.safe_files import resolve_links
 from trainer.launch.typed_values import DamagedFile, read_json, read_yaml
 from trainer.messages import Refusal, did_you_mean, expand_home, first_line, join_problems
@@ -62,6 +62,8 @@ def compose(argv: Sequence[str]) -> DictConfig:
         if opens_trained_run(cfg):
             apply_trained_run(cfg, chosen, changes)
         _add_reserved_keys(cfg)
+        if isinstance(short := cfg.get("compile"), bool):  # of a yaml file: words may change single keys of it
+            cfg["compile"] = spell_out_compile(short)
     values, unresolved = resolve_interpolations(cfg)
     composed_values = flatten(values)
     if composed_values["trust"]:
@@ -184,6 +186,8 @@ def _as_hydra_override(change: Override) -> str:
 def _apply_override(change: Override, cfg: DictConfig) -> None:
     """Change a key as Hydra would. Refusal where the place does not take the value."""
     key, value = change.key_or_group, change.value()
+    if key == "compile" and isinstance(value, bool):  # beside words that change other keys of the section, in any order
+        key, value = "compile.mode", spell_out_compile(value)["mode"]
     try:
         if change.is_delete():
             # OmegaConf has no delete: the key is taken out of the section above it

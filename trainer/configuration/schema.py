@@ -201,12 +201,16 @@ def parse_settings(cfg: DictConfig) -> Settings:
     return parsed
 
 
+def spell_out_compile(is_on: bool) -> dict[str, Any]:
+    """The section `compile` that compile=true and compile=false are short for."""
+    return {"mode": "default" if is_on else None, "scope": None, "fullgraph": False, "dynamic": None}
+
+
 def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wrong: dict[str, str]) -> Settings | None:
     """The framework keys out of resolved values; None where one is wrong, for which `wrong` then has a line."""
     # compile=true, as torch's users say it, and runs of older versions: the rest of the section has its defaults
     if isinstance(short := values.get("compile"), bool):
-        mode = "default" if short else None
-        values = {**values, "compile": {"mode": mode, "scope": None, "fullgraph": False, "dynamic": None}}
+        values = {**values, "compile": spell_out_compile(short)}
     # every key by itself
     parsed = _parse_section(Settings, values, written, wrong)
     if wrong:
@@ -228,6 +232,11 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
     if parsed.compile.mode == "step" and parsed.compile.scope is not None:
         wrong["compile.scope"] = (
             f"compile.scope={parsed.compile.scope} and {compiled}: the whole step is one graph; leave compile.scope out"
+        )
+    if parsed.compile.mode == "step" and parsed.compile.dynamic:
+        wrong["compile.dynamic"] = (
+            f"compile.dynamic=true and {compiled}: the graph of a step has fixed sizes; leave compile.dynamic out, or"
+            " set compile.mode=default"
         )
     if parsed.compile.mode == "step" and loop.histograms_every:
         wrong["loop.histograms_every"] = (
