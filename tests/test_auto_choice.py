@@ -87,6 +87,12 @@ def test_where_nothing_fits_the_nearest_is_named():
         _read_plan(plan(row("strategy=ddp", 4000, 10), row("strategy=fsdp", 1200, 15)), ["strategy"], True)
 
 
+def test_what_there_was_no_time_to_try_is_not_said_to_be_too_large():
+    rows = row("strategy=ddp", 4000, 10), row("strategy=fsdp", 700, 15, "computed")
+    with pytest.raises(Refusal, match=r"nothing that was tried fits .* no time to try fsdp \(700 MiB"):
+        _read_plan(plan(*rows), ["strategy"], True)
+
+
 @pytest.fixture
 def capped(tmp_path):
     """Runs a command in a control group that may use so much memory, as a container or a job of Slurm may."""

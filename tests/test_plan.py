@@ -148,6 +148,13 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     assert "fits        nothing fits into 1 MiB a process; nearest: single" in screen
 
 
+def test_without_time_nothing_is_said_of_what_fits(tmp_path: Path) -> None:
+    facts, screen = plan(tmp_path, "job.processes=[1]", "job.seconds=0.001")
+    assert "fits        is not known, as nothing was tried in time; try job.seconds=0.004" in screen
+    assert facts["rows"] == []
+    assert "not known" in facts["why"]
+
+
 @pytest.mark.long
 def test_an_evaluation_may_take_most(tmp_path: Path) -> None:
     # an output of 64 samples × 64 tokens × 4,096 numbers, of 16 in a step

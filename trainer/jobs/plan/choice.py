@@ -35,6 +35,13 @@ def choose_row(
     tried = [row for row in rows if row["how"] == "simulated"]
     same = [row for row in tried if "loop.global_batch=" not in row["words"]] or tried
     fitting = [row for row in same if row["fits"]]
+    untried = [row for row in rows if row["how"] != "simulated" and row["fits"]]
+    if not fitting and untried:
+        promising = describe_row(min(untried, key=lambda row: float(row["step_s"])))
+        raise Refusal(
+            f"nothing that was tried fits into {format_mib(free)} a process, and there was no time to try {promising},"
+            " which may fit: give the plan more (job.seconds), or name this strategy"
+        )
     if not fitting:
         least = min(same, key=lambda row: int(row["peak"]), default=None)
         nearest = f"; nearest: {describe_row(least)}. {least['advice']}" if least else ": no strategy can be used"

@@ -18,7 +18,7 @@ from trainer.jobs.plan.devices import Device, find_device, with_keys
 from trainer.jobs.plan.measured_device import DoctorFile, describe_doctor, measured_device, read_doctor_file
 from trainer.jobs.plan.plot import plot_plan
 from trainer.jobs.plan.report import Row, advise, format_plan_table, row_facts
-from trainer.jobs.plan.search import PlanSearch
+from trainer.jobs.plan.search import LATE, PlanSearch
 from trainer.jobs.preparation import read_data_sets
 from trainer.jobs.run_parts import Job, RunParts
 from trainer.launch.rendezvous import Launch
@@ -84,6 +84,8 @@ class PlanJob(Job):
             refused = search.refused
             print("\n".join(format_plan_table(planned, search.refused, device)), flush=True)
         facts = plan_facts(rows, self.counts[-1], device, spare)
+        if not rows and LATE in refused.values():
+            facts["why"] = f"is not known, as nothing was tried in time; try job.seconds={4 * self.seconds:g}"
         facts |= {"refused": refused, "doctor": str(doctor.path) if doctor else None}
         for line in advise(rows, facts, device):
             print(line)

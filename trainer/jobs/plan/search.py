@@ -21,6 +21,7 @@ from trainer.jobs.run_parts import RunParts
 from trainer.messages import Refusal, first_line
 from trainer.strategies.candidates import Candidate
 
+LATE = "not tried in time (job.seconds)"
 MAX_TRIALS_AT_ONCE = 4  # strategies: each needs some hundred MB beside what they share
 MAX_REMEDIES = 3  # strategies that do not fit, for which something is looked for that makes them fit
 
@@ -76,7 +77,7 @@ class PlanSearch:
             rows[words] = waiting[words].row(tried, self.device, "simulated")
         rows = {words: row for words, row in rows.items() if words not in self.refused}
         late = [words for words in every if words not in {*rows, *self.refused}]
-        self.refused |= dict.fromkeys(late, "not tried in time (job.seconds)")
+        self.refused |= dict.fromkeys(late, LATE)
         self._find_remedies(every, rows)
         return [rows[words] for words in every if words in rows]
 
