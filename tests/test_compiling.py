@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.inside import product
+from trainer.launch.rendezvous import Launch
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.compile import Compiler, CompileSettings, without_compile
 from trainer.parallel.rng.compiled_rng import make_rng
@@ -208,6 +212,22 @@ def test_compiled_each_sample_draws_what_it_draws_without(kind: type[nn.Module],
     assert curve(kind, compiled, mode) == pytest.approx(curve(kind, ""), abs=1e-12)
 
 
+class Recurrent(nn.Module):
+    """Its graph ends where torch's recurrent layers begin, and goes on inside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(8, 8, num_layers=2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 8)."""
+        return self.inner(x)[0]
+
+
+def test_recurrent_layers_learn_the_same_beside_graphs() -> None:
+    assert curve(Recurrent, "network") == pytest.approx(curve(Recurrent, ""), rel=1e-12)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("compiled", ["units", "network"])
 def test_what_a_graph_that_ends_would_draw_again_otherwise_is_an_error(compiled: str) -> None:
@@ -239,3 +259,32 @@ def test_what_no_compiler_shows_is_refused_in_a_graph(compiler: Graphs) -> None:
     graph = torch.fx.symbolic_trace(lambda x: x + torch.rand_like(x))
     with pytest.raises(RuntimeError, match=r"calls rand_like, .* write torch\.rand"):
         Compiler(CompileSettings(), draws_samples=True).backend(graph, [])
+
+
+COUNTS = """
+from torch import nn
+
+
+class Counts(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(64, num_classes), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x.flatten(1)) * self.calls
+"""
+
+
+def test_a_step_refuses_what_python_counts_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    models = tmp_path / "counts" / "conf" / "model"
+    models.mkdir(parents=True)
+    (tmp_path / "counts" / "__init__.py").write_text(COUNTS)
+    (models / "counts.yaml").write_text("_target_: counts.Counts\nnum_classes: ${data.num_classes}\n")
+    words = ["--config-dir", "counts/conf", "model=counts", "compile.mode=step", "loop.steps=3", "run.dir=run"]
+    with (
+        patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward),
+        pytest.raises(RuntimeError, match="a step changes calls, which the graph holds as it was"),
+    ):
+        product(Launch(), tmp_path, words)

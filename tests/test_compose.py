@@ -109,7 +109,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("optimizer.betas=3", "optimizer.betas=3", "a list"),
     ("strategy.sync_bn=3", "strategy.sync_bn=3", "true or false"),
     ("compile.fullgraph=yes", "compile.fullgraph=yes", "true or false"),
-    ("compile={mode: step, dynamic: true}", "compile.dynamic=true", "has fixed sizes"),
+    ("compile={mode: step, dynamic: true}", "compile.dynamic=true", "of fixed sizes"),
     ("precision=fp8", "precision=fp8", "bf16"),
     ("device=gpu", "device=gpu", "cuda"),
     ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),

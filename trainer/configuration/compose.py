@@ -62,7 +62,7 @@ def compose(argv: Sequence[str]) -> DictConfig:
         if opens_trained_run(cfg):
             apply_trained_run(cfg, chosen, changes)
         _add_reserved_keys(cfg)
-        if isinstance(short := cfg.get("compile"), bool):  # of a yaml file: words may change single keys of it
+        if isinstance(short := cfg["compile"], bool):  # of a yaml file: words may change single keys of it
             cfg["compile"] = spell_out_compile(short)
     values, unresolved = resolve_interpolations(cfg)
     composed_values = flatten(values)

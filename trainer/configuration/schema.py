@@ -229,15 +229,12 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
             f"loop.uneven=true and {compiled}: a compiled network takes micro-batches of one size only; "
             "set compile.mode=null, or loop.uneven=false and a global batch that divides"
         )
-    if parsed.compile.mode == "step" and parsed.compile.scope is not None:
-        wrong["compile.scope"] = (
-            f"compile.scope={parsed.compile.scope} and {compiled}: the whole step is one graph; leave compile.scope out"
-        )
-    if parsed.compile.mode == "step" and parsed.compile.dynamic:
-        wrong["compile.dynamic"] = (
-            f"compile.dynamic=true and {compiled}: the graph of a step has fixed sizes; leave compile.dynamic out, or"
-            " set compile.mode=default"
-        )
+    for key in ("scope", "dynamic") if parsed.compile.mode == "step" else ():
+        if value := getattr(parsed.compile, key):
+            wrong[f"compile.{key}"] = (
+                f"compile.{key}={str(value).lower()} and {compiled}: the whole step is one graph, of fixed sizes; leave"
+                f" compile.{key} out"
+            )
     if parsed.compile.mode == "step" and loop.histograms_every:
         wrong["loop.histograms_every"] = (
             f"loop.histograms_every={written.get('loop.histograms_every')} and {compiled}: gradients are never outside"

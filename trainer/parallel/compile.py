@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import format_count
+from trainer.parallel.rng.compiled_rng import NEVER_ALONE
 
 # Functions that torch's tracer does not show to a function mode: in a graph they would draw torch's own numbers. Their
 # operators are known by these names alone.
@@ -74,6 +75,8 @@ class Compiler(NoCompiler):
         """
         if self._draws_samples:  # which module draws is noted in Python, once for a forward and its repetition
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+            for function in NEVER_ALONE:
+                torch._dynamo.eval_frame.skip_code(function.__code__)
         # where a graph ended inside of a recomputed unit, the second forward would draw other numbers: torch says where
         fullgraph = self.settings.fullgraph or (recomputed and self._draws_samples)
         how = {"backend": self.backend, "fullgraph": fullgraph}

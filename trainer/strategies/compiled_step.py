@@ -109,17 +109,34 @@ class CompiledStepModel(ParallelModel):
         shapes = [x.shape for x in tensors((self._batch.inputs, self._batch.targets))]
         draws = shapes != self._quiet_shapes
         if draws:
-            self.rng.begin_forward(self._batch.indices, self._number, 0, 0)
+            self.rng.begin_forward(self._batch.indices, self._number, 0, self.strategy.loss_group.rank)
         share = self._share(0)  # of the only micro-batch: a number, or a tensor that may be 0
         share = share if isinstance(share, Tensor) else self._fraction.fill_(share)
         batch = self._batch.inputs, self._batch.targets, share
+        before = self._python_numbers() if self.before_first_step else {}
         with self.rng if draws else nullcontext(), self.compute_context():
             norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
+        after = self._python_numbers() if before else {}
+        if changed := [name for name, value in after.items() if before.get(name) != value]:
+            raise RuntimeError(
+                f"compile.mode=step: a step changes {format_names(changed, 5)}, which the graph holds as it was in the"
+                " first step; make it a tensor (register_buffer), or use compile.mode=default"
+            )
         self._quiet_shapes = [] if self.rng.has_drawn_in_graphs() else shapes
         self._losses.update(losses)
         self.before_first_step = False
         self.strategy.use_step_timeout()
         return None if max_norm is None else norm
+
+    def _python_numbers(self) -> dict[str, Any]:
+        """What the network's modules and the task hold beside tensors, by name; it is a constant of the graph."""
+        holders: dict[str, Any] = {"task": self.task, **dict(self.network.named_modules())}
+        return {
+            f"{holder}.{key}".lstrip("."): value
+            for holder, held in holders.items()
+            for key, value in getattr(held, "__dict__", {}).items()
+            if isinstance(value, int | float | str) and not key.startswith("draw_")  # those are of the random numbers
+        }
 
     def _step(
         self,

@@ -143,6 +143,14 @@ def _checked(place: int) -> int:
     return place
 
 
+def as_hook(module: nn.Module, function: Callable[..., None]) -> Callable[..., None]:
+    """A function as a hook of this module: where torch ends a graph, at recurrent layers, their hooks run as they are.
+
+    Torch would compile some of them by themselves and others not, and they would not agree whether the layer is.
+    """
+    return torch.compiler.disable(function) if isinstance(module, nn.RNNBase) else function
+
+
 class GraphDraws:
     """Which module draws, and which of its draws it is, while a graph is made."""
 
@@ -159,8 +167,8 @@ class GraphDraws:
         vars(module).update(draw_name=hash_name(name), draw_calls=0)
         vars(module)["draw_number"] = torch.tensor(to_int64(hash_name(name)), device=device)
         self.modules.append(module)
-        module.register_forward_pre_hook(self._begins)
-        module.register_forward_hook(self._ends)
+        module.register_forward_pre_hook(as_hook(module, self._begins))
+        module.register_forward_hook(as_hook(module, self._ends))
 
     def begin(self, starts: Tensor, common_start: Tensor) -> None:
         """A forward begins."""
@@ -241,11 +249,19 @@ class CompiledSampleRNG(SampleRNG):
         super()._watch_calls(module, name)
         self.graph_draws.watch(module, name, self._device)
 
+    def _hook(self, module: nn.Module, function: Callable[..., None]) -> Callable[..., None]:
+        return as_hook(module, function)
+
     def _has_begun(self, forward: ForwardRNGState) -> None:
         self.graph_draws.begin(forward.samples.starts, forward.common.starts)
 
     def _next_number(self) -> int | None:
         return self.graph_draws.next_number()
+
+
+# Part of a graph where they are called in one; else they must run as they are. Compiled alone they would give for one
+# function of torch what was right for another (`x.size(0)` for `x.dtype`): torch's guards do not tell them apart.
+NEVER_ALONE: tuple[Any, ...] = (RandomFunctionMode.__torch_function__, _GraphFunctionMode.__torch_function__)
 
 
 def make_rng(dropout: str, compiled: bool, seed: int, device: torch.device) -> TorchRNG:

@@ -270,8 +270,12 @@ class SampleRNG(TorchRNG):
             if not torch.compiler.is_compiling():
                 self._running.pop()
 
-        module.register_forward_pre_hook(begins)
-        module.register_forward_hook(ends)
+        module.register_forward_pre_hook(self._hook(module, begins))
+        module.register_forward_hook(self._hook(module, ends))
+
+    def _hook(self, module: nn.Module, function: Callable[..., None]) -> Callable[..., None]:
+        """A function as a hook of this module."""
+        return function
 
 
 def _may_draw(module: nn.Module) -> bool:
