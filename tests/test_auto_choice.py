@@ -12,6 +12,7 @@ import yaml
 from tests.commands import curve, far, finish, single, torchrun
 from tests.warm import ROOT
 from trainer.jobs.auto_choice import _read_plan
+from trainer.jobs.plan.choice import choose_row
 from trainer.jobs.run_parts import AutoChoice
 from trainer.messages import Refusal
 
@@ -85,6 +86,11 @@ def test_a_run_that_has_begun_keeps_its_strategy_while_it_fits():
 def test_where_nothing_fits_the_nearest_is_named():
     with pytest.raises(Refusal, match=r"strategy=auto: nothing fits into 1,000 MiB a process; nearest: fsdp \(1,200"):
         _read_plan(plan(row("strategy=ddp", 4000, 10), row("strategy=fsdp", 1200, 15)), ["strategy"], True)
+
+
+def test_a_plan_without_rows_says_nothing_of_memory():
+    with pytest.raises(Refusal, match="is not known, as no strategy could be planned"):
+        choose_row([], 2**30, 0.2)
 
 
 def test_what_there_was_no_time_to_try_is_not_said_to_be_too_large():

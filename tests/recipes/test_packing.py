@@ -243,4 +243,5 @@ def test_what_cannot_keep_documents_apart_is_refused(processes: Processes, corpu
     ring = [*PACKED, "strategy=cp", "strategy.attention=ring", "run.dir=run"]
     for said in processes.run(2, refused, corpus.parent, ring):
         assert "strategy.attention=ring: the network's plan names no module as plain causal attention" in said
+        assert "with data.pack=true or model.window attention has a mask" in said
     assert not (corpus.parent / "run").exists()

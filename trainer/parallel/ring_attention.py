@@ -60,7 +60,10 @@ def refuse_ring(plan: Plan, device_type: str, dtype: torch.dtype, compiled: bool
     """Refuse `strategy.attention=ring` where keys and values must be gathered."""
     problem = ""
     if not any(isinstance(style, RingAttention) for style in plan.context.values()):
-        problem = "the network's plan names no module as plain causal attention, context={name: RingAttention()}"
+        problem = (
+            "the network's plan names no module as plain causal attention, context={name: RingAttention()}; with"
+            " data.pack=true or model.window attention has a mask"
+        )
     elif compiled:
         problem = "a compiled graph has no messages from rank to rank"
     elif find_kernel(device_type, dtype, 8, 8) is None:

@@ -42,10 +42,12 @@ def choose_row(
             f"nothing that was tried fits into {format_mib(free)} a process, and there was no time to try {promising},"
             " which may fit: give the plan more (job.seconds), or name this strategy"
         )
+    if not tried:
+        raise Refusal("is not known, as no strategy could be planned")
     if not fitting:
-        least = min(same, key=lambda row: int(row["peak"]), default=None)
-        nearest = f"; nearest: {describe_row(least)}. {least['advice']}" if least else ": no strategy can be used"
-        raise Refusal(f"nothing fits into {format_mib(free)} a process{nearest}")
+        least = min(same, key=lambda row: int(row["peak"]))
+        nearest = f"nearest: {describe_row(least)}. {least['advice']}"
+        raise Refusal(f"nothing fits into {format_mib(free)} a process; {nearest}")
     spacious = [row for row in fitting if row["peak"] <= (1 - spare) * free]
     ordered = sorted(spacious or fitting, key=lambda row: float(row["step_s"]))
     chosen, why = ordered[0], ""
