@@ -16,7 +16,7 @@ from tests.inside import product
 from trainer.launch.rendezvous import Launch
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.compile import Compiler, CompileSettings, without_compile
-from trainer.parallel.rng.compiled_rng import make_rng
+from trainer.parallel.rng.compiled_rng import CompiledSampleRNG, make_rng
 
 # torch silences it by replacing the function that shows warnings, which an error passes by
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -41,7 +41,7 @@ class Graphs(Compiler):
     """Its graphs run as they are: no compiler is called."""
 
     def __init__(self) -> None:
-        super().__init__(CompileSettings(), draws_samples=True)
+        super().__init__(CompileSettings(), CompiledSampleRNG.modes)
         self.made: list[Any] = []
 
     def _compile_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -170,7 +170,7 @@ def curve(kind: type[nn.Module], compiled: str, mode: Any = "none") -> list[floa
     if mode != "none":
         apply_activation_checkpointing(network, ["1", "2"], mode)
     if compiled:
-        compiler = Compiler(CompileSettings(), draws_samples=True)
+        compiler = Compiler(CompileSettings(), CompiledSampleRNG.modes)
         compiler.backend = "aot_eager"  # type: ignore[assignment]  # the graphs as Inductor would get them
         compiler.compile_units(network, ["1", "2"] if compiled == "units" else [], mode != "none")
     optimizer, losses = torch.optim.SGD(network.parameters(), 0.1), []
@@ -258,7 +258,7 @@ def test_what_changes_from_step_to_step_is_not_taken_to_lie_where_it_is() -> Non
 def test_what_no_compiler_shows_is_refused_in_a_graph(compiler: Graphs) -> None:
     graph = torch.fx.symbolic_trace(lambda x: x + torch.rand_like(x))
     with pytest.raises(RuntimeError, match=r"calls rand_like, .* write torch\.rand"):
-        Compiler(CompileSettings(), draws_samples=True).backend(graph, [])
+        Compiler(CompileSettings(), CompiledSampleRNG.modes).backend(graph, [])
 
 
 COUNTS = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from trainer.learning.parallel_plan import Plan
 from trainer.messages import format_count
-from trainer.parallel.rng.compiled_rng import NEVER_ALONE
 
 # Functions that torch's tracer does not show to a function mode: in a graph they would draw torch's own numbers. Their
 # operators are known by these names alone.
@@ -54,9 +54,9 @@ class NoCompiler:
 class Compiler(NoCompiler):
     """Compiles as the settings say, and counts its graphs."""
 
-    def __init__(self, settings: CompileSettings, draws_samples: bool) -> None:
-        """draws_samples: are random numbers those of samples, so that a graph may not draw torch's?"""
-        self.settings, self._draws_samples = settings, draws_samples
+    def __init__(self, settings: CompileSettings, sample_modes: Sequence[type[TorchFunctionMode]]) -> None:
+        """sample_modes: what gives samples their random numbers; a graph may then not draw torch's."""
+        self.settings, self._sample_modes = settings, sample_modes
         self._graphs, self._seconds = 0, 0.0
         self.backend = self._compile_graph  # one object: by it torch knows which graphs units may share
         self._said = 0  # of the graphs
@@ -73,12 +73,14 @@ class Compiler(NoCompiler):
         not to the module. So it also counts towards one limit how often all of them had to be compiled, and then
         silently gives up; the limit is raised to what these units may need.
         """
-        if self._draws_samples:  # which module draws is noted in Python, once for a forward and its repetition
+        if self._sample_modes:  # which module draws is noted in Python, once for a forward and its repetition
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-            for function in NEVER_ALONE:
-                torch._dynamo.eval_frame.skip_code(function.__code__)
+        # In a graph a mode is part of it. Where a graph has ended it must run as it is: compiled alone it would give
+        # for one function of torch what was right for another (`x.size(0)` for `x.dtype`), as guards see no difference
+        for mode in self._sample_modes:
+            torch._dynamo.eval_frame.skip_code(vars(mode)["__torch_function__"].__code__)
         # where a graph ended inside of a recomputed unit, the second forward would draw other numbers: torch says where
-        fullgraph = self.settings.fullgraph or (recomputed and self._draws_samples)
+        fullgraph = self.settings.fullgraph or (recomputed and bool(self._sample_modes))
         how = {"backend": self.backend, "fullgraph": fullgraph}
         if not names or self.settings.scope == "network":
             network.compile(dynamic=self.settings.dynamic, **how)
@@ -101,7 +103,7 @@ class Compiler(NoCompiler):
         from torch._inductor import list_mode_options  # a second of imports, which most runs need not pay
         from torch._inductor.compile_fx import compile_fx
 
-        if self._draws_samples:
+        if self._sample_modes:
             _refuse_unseen_draws(graph)
         began = monotonic()
         mode = self.settings.mode if self.settings.mode in ("reduce-overhead", "max-autotune") else "default"
@@ -129,9 +131,9 @@ class Compiler(NoCompiler):
         return [f"compile: {of}, {self._seconds:.0f} s until now{again}"]
 
 
-def make_compiler(settings: CompileSettings | None, draws_samples: bool) -> NoCompiler:
+def make_compiler(settings: CompileSettings | None, sample_modes: Sequence[type[TorchFunctionMode]]) -> NoCompiler:
     """What compiles a run's network."""
-    return NoCompiler() if settings is None else Compiler(settings, draws_samples)
+    return NoCompiler() if settings is None else Compiler(settings, sample_modes)
 
 
 def without_compile() -> AbstractContextManager[Any]:

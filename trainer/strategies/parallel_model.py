@@ -72,7 +72,6 @@ class ParallelModel:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True
         self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), make_recurrent_state(task, strategy)
-        self.compiler = make_compiler(self.machine.compile, draws_samples=strategy.dropout == "sample")
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
         self.switch = NoWeightSwitch()  # until there is an optimizer
@@ -83,6 +82,7 @@ class ParallelModel:
             network = synchronise_batch_norms(network, strategy.loss_group, strategy.device)
         refuse_extra_state(network)
         self.rng = make_rng(strategy.dropout, self.machine.compile is not None, self.machine.seed, strategy.device)
+        self.compiler = make_compiler(self.machine.compile, self.rng.modes)
         self.rng.watch(network, self.step_draws or type(task).forward is not Task.forward)
         # facts of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}

@@ -223,6 +223,7 @@ class CompiledSampleRNG(SampleRNG):
     """`SampleRNG` for a network that is compiled, or parts of which are."""
 
     mode_class: Any = _GraphFunctionMode
+    modes = (RandomFunctionMode, _GraphFunctionMode)
     # where the streams of samples begin, (B,) int64, and that of what has no batch, (1,). Here, and not at what the
     # modules' hooks hold: torch takes tensors that a module holds to lie where they are for ever, so every forward
     # would record its CUDA graphs anew
@@ -257,11 +258,6 @@ class CompiledSampleRNG(SampleRNG):
 
     def _next_number(self) -> int | None:
         return self.graph_draws.next_number()
-
-
-# Part of a graph where they are called in one; else they must run as they are. Compiled alone they would give for one
-# function of torch what was right for another (`x.size(0)` for `x.dtype`): torch's guards do not tell them apart.
-NEVER_ALONE: tuple[Any, ...] = (RandomFunctionMode.__torch_function__, _GraphFunctionMode.__torch_function__)
 
 
 def make_rng(dropout: str, compiled: bool, seed: int, device: torch.device) -> TorchRNG:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
+from torch.overrides import TorchFunctionMode
 
 from trainer.data.rng import mix_seeds, seed_torch
 from trainer.launch.devices import default_generator
@@ -23,6 +24,8 @@ class TorchRNG:
 
     The strategy calls these methods in every step; `SampleRNG` overrides those in which it differs.
     """
+
+    modes: Sequence[type[TorchFunctionMode]] = ()  # that give samples their own
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device

@@ -102,6 +102,7 @@ class SampleRNG(TorchRNG):
     """
 
     mode_class: Any = RandomFunctionMode
+    modes: tuple[type[RandomFunctionMode], ...] = (RandomFunctionMode,)
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
