@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from tests.compositions import remembered
+
 if TYPE_CHECKING:
     from tests.processes import Processes
 
@@ -27,6 +29,13 @@ def processes() -> Iterator[Processes]:
     group = Processes()
     yield group
     group.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compositions() -> Iterator[None]:
+    """What Hydra composes is composed once."""
+    with remembered:
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.compositions import remembered
 from trainer.launch.rendezvous import Launch, connect_store, say_goodbye
 
 MOST = 4
@@ -80,6 +81,7 @@ class Processes:
 
 def _serve(pipe: Connection, first: bool) -> None:
     torch.set_num_threads(1)
+    remembered.start()
     if first:  # not the tests' own process: meshes and DTensors live on in torch's caches, and with them connections
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
