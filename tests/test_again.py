@@ -116,6 +116,7 @@ def test_what_ended_ranks_without_a_word_is_said(
     assert capsys.readouterr().err.splitlines() == said
 
 
+@pytest.mark.long
 def test_of_more_processes_than_cores_each_has_one_thread() -> None:
     """Eight of two threads on two cores took 18 times as long: OpenMP's threads wait by looking again and again."""
     words = "from trainer.launch.local_launcher import refuse_too_many as start; import os; start(os.cpu_count() + 1)"

@@ -259,7 +259,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quickly(["train.py", "points.py"], "points.py"))
+@pytest.mark.parametrize("name", quickly(["train.py", "points.py"], "train.py"))
 def test_the_examples_of_the_page_run(place: Path, name: str, processes: object) -> None:
     code = dict(BLOCK.findall((DOCS / "python.md").read_text()))[name]
     assert len([line for line in code.splitlines() if line]) <= 25

@@ -64,6 +64,7 @@ def warm(arguments: list[str], environment: Mapping[str, str], screen: BinaryIO)
     return Forked(arguments[2:], place, dict(environment), screen.fileno())
 
 
+@pytest.mark.long
 def test_a_run_is_the_same_after_faults_and_nothing_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kinds = "kill_rank,flip,torn_line,nan"
     code = main(["--kinds", kinds, "--faults=4", "--seed=3", f"--keep={tmp_path / 'kept'}", *WORDS], warm)

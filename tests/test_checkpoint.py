@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -684,14 +683,14 @@ def equal(tensors, whole):
     )
 
 
-def in_group(rank, folder, part):
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, about torch
-    dist.init_process_group("gloo", f"file://{folder}/join", timeout=timedelta(seconds=30), rank=rank, world_size=2)
-    part(Path(folder), Group(dist.group.WORLD))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+def in_group(launch, folder, part):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, about torch
+        join, wait = f"file://{folder}/join", timedelta(seconds=30)
+        dist.init_process_group("gloo", join, timeout=wait, rank=launch.rank, world_size=launch.world_size)
+        part(folder, Group(dist.group.WORLD))
+        dist.barrier()
 
 
 def fail_to_write(*_, **__):
@@ -786,10 +785,10 @@ def exchange(folder, ranks):
     assert sum(ranks.all_gather_values(copies.count)) == 3  # the weight is written, and copied, by one of them
 
 
-def test_one_process_and_two_read_what_the_other_wrote(tmp_path):
+def test_one_process_and_two_read_what_the_other_wrote(processes, tmp_path):
     whole = whole_tensors()
     CheckpointManager(tmp_path / "one", Ranks()).save(1, whole, {})
-    mp.spawn(in_group, (str(tmp_path), exchange), nprocs=2)
+    processes.run(2, in_group, tmp_path, exchange)
     for folder in ("two", "three"):
         store, into = CheckpointManager(tmp_path / folder, Ranks()), zeros_like(whole)
         shutil.rmtree(tmp_path / "two" / "step-00000002", ignore_errors=True)

@@ -72,8 +72,8 @@ def test_a_folder_that_lacks_a_class_is_counted_by_name(run: Path) -> None:
     "names",
     [
         {"ants": "ant", "bee": "bee", "cat": "cat"},
-        {"roses": "ant", "tulips": "bee"},
-        dict.fromkeys(("ant", "bee", "cat", "dog"), "ant"),
+        pytest.param({"roses": "ant", "tulips": "bee"}, marks=pytest.mark.long),
+        pytest.param(dict.fromkeys(("ant", "bee", "cat", "dog"), "ant"), marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("job", ["evaluate", "predict", "export"])

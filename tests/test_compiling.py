@@ -73,6 +73,7 @@ def test_alike_units_share_a_graph(compiler: Graphs) -> None:
     assert len(compiler.made) == 2  # one for any other size
 
 
+@pytest.mark.long
 def test_more_units_of_one_class_than_torch_would_compile_are_compiled_each_by_its_sizes(compiler: Graphs) -> None:
     network = nn.Sequential(nn.Linear(4, 4), *(Block(4 + index) for index in range(12)))
     compiler.compile_units(network, names(network), recomputed=False)

@@ -65,7 +65,8 @@ def messages(rows: list[list[object]]) -> Counter[tuple[str, ...]]:
     return counts
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [3, 8])
 def test_ranks_as_threads_send_what_processes_send(size: int, tmp_path: Path) -> None:
     threads, processes = count_threads(size, tmp_path / "threads"), count_processes(size, tmp_path / "processes")
     assert threads == processes

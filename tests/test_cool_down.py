@@ -68,6 +68,7 @@ def test_one_process_branches_off_from_what_two_have_written(processes: Processe
     assert ends == pytest.approx(curve(tmp_path / "scratch")[4:], rel=1e-10)
 
 
+@pytest.mark.long
 def test_a_branch_with_another_optimizer_begins_without_the_state_of_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,6 +211,7 @@ def test_processes_that_would_share_a_device_are_refused(processes, seen, said):
     assert bool(told[0]) == bool(said)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_process_may_see_one_device_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

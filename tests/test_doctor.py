@@ -122,6 +122,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 # ---- a slow rank
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_named_with_its_host(processes: Any, tmp_path: Path) -> None:
     # 1.5 also stands out on a machine that others keep busy; 1.2 is looked for by the long test
     assert processes.run(4, examine, tmp_path, {2: 1.5}) == [1] * 4
@@ -379,6 +380,7 @@ def test_what_cannot_be_examined_is_refused(words: list[str], message: str) -> N
         here("job=doctor", *words)
 
 
+@pytest.mark.long
 def test_from_python_what_is_wrong_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = trainer.run([*QUICK, "device=cpu"])

@@ -37,7 +37,7 @@ def averages(folder: Path, step: int) -> dict[str, Tensor]:
     return {name.removeprefix("ema/"): one for name, one in stored(folder, step).items() if name.startswith("ema/")}
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_it_is_torchs_and_the_curve_is_the_one_without(tmp_path: Path, every: int) -> None:
     words = ["loop.steps=8", "loop.save_every=1", "checkpoint.keep=9"]
     with_it = run(tmp_path, "with", "ema.decay=0.8", f"ema.every={every}", *words)

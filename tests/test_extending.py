@@ -227,6 +227,7 @@ def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, 
     assert lines(parts, "eval")[-1] == lines(whole, "eval")[-1]
 
 
+@pytest.mark.long
 def test_what_a_strategy_of_a_lab_refuses_leaves_nothing(home: Path) -> None:
     for words, said in (
         (["strategy.every=0"], "must be 1 or more"),

@@ -121,6 +121,7 @@ def test_the_first_failing_rank_speaks_alone_and_last(tmp_path):
     assert "ValueError: no such sample: 7" in (tmp_path / "logs" / "rank-1.log").read_text()
 
 
+@pytest.mark.long
 def test_of_bad_data_the_sentence_is_all_that_is_said(tmp_path):
     fault = 'from trainer.messages import BadData; raise BadData("3.jpg cannot be read")'
     codes, screen = ranks(GROUP.replace("FAULT", fault), tmp_path)

@@ -152,6 +152,7 @@ def test_what_is_frozen_and_what_has_a_rate_of_its_own_stays_so(home: Path) -> N
     assert len({usual, quarter, half}) == 3
 
 
+@pytest.mark.long
 def test_a_mistake_in_a_layer_of_its_own_kind_is_found_in_the_shorter_network(processes: Processes, home: Path) -> None:
     words = [*NET, EXACT, "model=deep", "model.kind=mistake", "job.layers=2"]
     said = verdict(processes, home, 2, words, ["strategy=ddp"])

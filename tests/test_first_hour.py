@@ -34,6 +34,7 @@ def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.long
 def test_without_a_package_that_every_run_needs_it_says_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['safetensors'] = None\n")
     code, screen, errors = start(tmp_path, "--device", "cpu", PYTHONPATH=str(tmp_path))

@@ -12,7 +12,7 @@ from tests.inside import product
 from trainer.launch.rendezvous import Launch
 
 pytestmark = pytest.mark.slow
-QUICK = {("experts", "fsdp")}  # the others take half a minute each: two or three with --some, all with --long
+QUICK = {("tabular", "ddp")}  # the others take up to half a minute: two or three with --some, all with --long
 
 
 def table() -> dict[tuple[str, str], str]:

@@ -77,6 +77,7 @@ def test_a_forked_process_ends_as_a_started_one_does() -> None:
     assert ended.stderr.count("ValueError: of the function") == 1
 
 
+@pytest.mark.long
 def test_what_is_imported_is_not_searched_for_garbage_then_or_later() -> None:
     ended = python(IMPORTS)
     assert ended.returncode == 0, ended.stderr

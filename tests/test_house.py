@@ -190,6 +190,7 @@ def test_the_command_says_what_is_worse(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long  # scripts/house.py --check says the same, in CI and before each commit
 def test_the_real_tree_is_within_its_limits() -> None:
     figures = measured(CHECKOUT)
     assert set(LIMITS) <= set(figures)

@@ -123,6 +123,7 @@ def test_what_was_exported_loads_where_the_framework_is_not(run: Path, tmp_path:
     assert said.stdout.split() == ["same", "same", "close", "other"]
 
 
+@pytest.mark.long
 def test_large_weights_have_several_files_and_an_index(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_large_weights_have_several_files_and_an_index(
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.long
 def test_of_several_processes_one_exports_and_waits_for_nobody(run: Path, processes: Processes) -> None:
     words = ["job=export", f"run.dir={run}", "job.format=pt2", "job.out=model.pt2"]
     assert processes.run(2, product, Path.cwd(), words) == [0, 0]

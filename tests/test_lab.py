@@ -49,7 +49,7 @@ def same_curve(folder: Path, alone: Path) -> None:
 
 
 def test_a_lab_trains_on_two_ranks_with_workers_as_on_one_without(home, alone):
-    finish(torchrun(2, *words("two", "strategy=ddp", "loader.workers=2", "loop.micro_batches=3")), home)
+    finish(torchrun(2, *words("two", "strategy=ddp", "loader.workers=1", "loop.micro_batches=3")), home)
     same_curve(home / "two", alone)
     train, evaluations = lines(alone, "train"), lines(alone, "eval")
     assert len(train) == 8  # 50 in the order, 12 a step, 2 epochs

@@ -75,10 +75,10 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
         # with others a picture would have fewer to be found among
         pytest.param("contrast", {"found"}, "", marks=pytest.mark.long),
         pytest.param("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2", marks=pytest.mark.long),
-        ("recurrent", {"loss"}, "loop.micro_batches=2"),
+        pytest.param("recurrent", {"loss"}, "loop.micro_batches=2", marks=pytest.mark.long),
         # each micro-batch is collated by itself: lists of images, and graphs whose nodes stand one after the other
         pytest.param("detection", {"map50"}, "loop.micro_batches=2", marks=pytest.mark.long),
-        ("graphs", {"accuracy"}, "loop.micro_batches=5"),
+        pytest.param("graphs", {"accuracy"}, "loop.micro_batches=5", marks=pytest.mark.long),
     ],
 )
 def test_a_lab_has_one_curve(processes: Processes, tmp_path: Path, lab: str, figures: set[str], divided: str) -> None:
@@ -275,6 +275,7 @@ def test_a_network_that_no_graph_is_made_of_is_yaml_and_a_task(
     assert len(curve(alone)) == 9
 
 
+@pytest.mark.long
 def test_tied_embeddings_are_refused_with_the_key_that_unties_them(processes: Processes, home: Path) -> None:
     pytest.importorskip("transformers", reason="the extra bench brings it")
     words = ["model=hf_gpt2", "model.config.tie_word_embeddings=true", "strategy=pp", f"run.dir={home / 'tied'}"]
@@ -300,7 +301,7 @@ def traffic(launch: Launch, strategy: str, frozen: bool) -> list[tuple[str, int]
     return collectives_of_a_step(launch, Case(strategy, network="taught" if frozen else "net"))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.long)])
 def test_nothing_travels_for_what_is_frozen(processes: Processes, strategy: str) -> None:
     alone, beside = (processes.run(2, traffic, strategy, frozen) for frozen in (False, True))
     assert beside == alone

@@ -370,6 +370,7 @@ def ended(place: Path, commands: list[tuple[list[str], dict[str, str]]]) -> list
     return [one.end() for one in [Command(words, place, environment) for words, environment in commands]]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_started_by_hand_meet_in_a_file_again_and_again(tmp_path):
     def by_hand(*words: str) -> list[Ended]:

@@ -361,7 +361,7 @@ class Lists(NumberData):
         return [x + s for x, s in zip(inputs, shift, strict=True)], targets
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", [Pictures, AtOnce])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_micro_batch_of_lists_holds_its_own_samples_whole(kind: type, size: int, workers: int) -> None:

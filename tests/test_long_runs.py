@@ -42,6 +42,7 @@ def test_gigabytes_of_earlier_steps_are_not_read(tmp_path: Path, evaluation: str
         assert tail.count(b"\n") >= 11
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_starts_are_counted_at_the_end_and_listed_in_a_report(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*SMALL, "loop.global_batch=8", "loop.steps=1", "schedule=constant", "run.dir=run"]

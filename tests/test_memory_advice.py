@@ -97,8 +97,12 @@ def test_where_memory_runs_out_the_key_that_helps_is_named(
     [
         (MemoryError("no memory"), 1),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), 1),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 5.05 GiB, other allocations: 2.29 GiB)"), 1),
+        pytest.param(RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, marks=pytest.mark.long),
+        pytest.param(
+            RuntimeError("MPS backend out of memory (MPS allocated: 5.05 GiB, other allocations: 2.29 GiB)"),
+            1,
+            marks=pytest.mark.long,
+        ),
         (ValueError("no"), 0),
     ],
 )

@@ -83,9 +83,9 @@ SWIN: dict[str, Any] = {"patch_size": [4, 4], "embed_dim": 16, "depths": [2], "n
     "make",
     [
         partial(resnet18, 10, 1, 28),
-        partial(VisionTransformer, 10, 3, 16, depth=2),
+        pytest.param(partial(VisionTransformer, 10, 3, 16, depth=2), marks=pytest.mark.long),
         partial(SwinTransformer, **SWIN),  # its buffers are views, which keep what they are views of
-        partial(nn.LSTM, 8, 8, 2),
+        pytest.param(partial(nn.LSTM, 8, 8, 2), marks=pytest.mark.long),
         lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)),
     ],
 )

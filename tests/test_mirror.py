@@ -117,6 +117,7 @@ def test_what_goes_wrong_on_the_way_is_tried_again(in_process: S3Server, tmp_pat
     assert (tmp_path / "here/mine/checkpoints/step-00000044/manifest.json").is_file()
 
 
+@pytest.mark.long
 def test_a_bucket_that_takes_nothing_harms_no_run_and_is_named(
     in_process: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_damaged_copy_takes_no_place_of_a_whole_one(
     assert lines(tmp_path / "third/mine", "train")[0]["step"] == 41
 
 
+@pytest.mark.long
 def test_a_new_run_of_an_old_name_is_refused(in_process: S3Server, tmp_path: Path) -> None:
     here(*at(tmp_path / "first", "loop.steps=3"))
     with pytest.raises(Refusal, match=r"an earlier run has copies in s3://bucket/runs/mine \(step-00000003\)"):

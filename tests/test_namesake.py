@@ -45,7 +45,7 @@ def test_files_that_another_distribution_has_overwritten_are_named(overwritten: 
     assert screen.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["trainer.py", "trainer/__init__.py"])
+@pytest.mark.parametrize("name", ["trainer.py", pytest.param("trainer/__init__.py", marks=pytest.mark.long)])
 @pytest.mark.parametrize("words", [["processes=2"], ["-m", "seed=0,1"]])
 def test_processes_are_not_started_where_they_would_run_something_else(
     name: str, words: list[str], tmp_path: Path

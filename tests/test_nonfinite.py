@@ -169,7 +169,7 @@ def test_too_many_steps_that_are_left_out_end_the_run(processes: Processes, plac
     assert "step 51, rank 1: samples 81, 83, 85, 87\n" in said[0], said
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "more"), quickly(STRATEGIES, STRATEGIES[4]))
+@pytest.mark.parametrize(("ranks", "strategy", "more"), quickly(STRATEGIES, STRATEGIES[0]))
 def test_a_run_that_goes_back_is_one_whose_data_has_no_such_samples(
     processes: Processes, place: Path, tmp_path: Path, ranks: int, strategy: str, more: list[str]
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_run_that_goes_back_is_one_whose_data_has_no_such_samples(
     alike(state(run, 24), state(hand, 24))
 
 
-@pytest.mark.parametrize("every", [4, 3])
+@pytest.mark.parametrize("every", [4, pytest.param(3, marks=pytest.mark.long)])
 def test_a_run_that_goes_back_to_before_its_first_average_has_none(place: Path, tmp_path: Path, every: int) -> None:
     words = [*WORDS, *LENGTH, "ema.decay=0.9", f"ema.every={every}", "loop.save_every=2", "loop.steps=12"]
     run, hand = tmp_path / "run", tmp_path / "hand"

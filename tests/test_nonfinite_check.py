@@ -13,6 +13,7 @@ from torch import nn
 from tests.commands import lines
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
 from trainer.messages import BadStep
@@ -120,7 +121,7 @@ def saved(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.long), pytest.param("pp", marks=pytest.mark.long)],
+    quickly(["ddp", "fsdp", "zero1", "pp"], "ddp"),
 )
 def test_a_gradient_that_is_no_number_is_not_committed(processes: Processes, place: Path, strategy: str) -> None:
     run = place / strategy

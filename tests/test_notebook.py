@@ -146,6 +146,7 @@ def test_objects_of_a_cell_are_trained_without_a_configuration(notebook: Noteboo
         assert (said.error, "[[1.0000, 1.0000" in said.text) == ("", True), said
 
 
+@pytest.mark.long
 def test_a_network_that_a_cell_writes_into_a_file_is_trained(notebook: Notebook) -> None:
     page = (DOCS / "python.md").read_text()
     (cell,) = re.findall(r"^```\n(%%writefile .*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -78,11 +78,13 @@ def losses(home: Path, name: str, *others: str) -> list[float]:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        ["optimizer=sgd"],
+        pytest.param(["optimizer=sgd"], marks=pytest.mark.long),
         pytest.param(["optimizer=sgd", "+optimizer.maximize=true", "optimizer.nesterov=false"], marks=pytest.mark.long),
         pytest.param(["optimizer=sgd", "+optimizer.dampening=0.5", "optimizer.nesterov=false"], marks=pytest.mark.long),
         ["optimizer=adamw"],
-        ["optimizer=adam", "optimizer._target_=torch.optim.Adagrad", "~optimizer.betas"],
+        pytest.param(
+            ["optimizer=adam", "optimizer._target_=torch.optim.Adagrad", "~optimizer.betas"], marks=pytest.mark.long
+        ),
     ],
     ids=" ".join,
 )

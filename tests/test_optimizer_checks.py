@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.commands import curve, far, finish, lines, single
-from tests.inside import here
+from tests.commands import curve, far, lines
+from tests.inside import here, product
+from tests.processes import Processes
 from trainer.learning.optimizer_checks import refuse_coupled_steps, refuse_unusable_optimizer
 from trainer.messages import Refusal
 
@@ -162,23 +163,25 @@ def test_an_optimizer_with_a_rate_of_its_own_is_refused(words: list[str]) -> Non
         here(*words, "optimizer=deaf", "run.dir=run")
 
 
-def test_an_optimizer_that_couples_parameters_keeps_its_group_and_needs_all_of_them(words: list[str]) -> None:
+def test_an_optimizer_that_couples_parameters_keeps_its_group_and_needs_all_of_them(
+    processes: Processes, words: list[str]
+) -> None:
     words = [*words, "optimizer=coupled", "loop.steps=4", "precision=fp64"]
     assert here(*words, "run.dir=whole", "loop.save_every=2") == 0
     # its number is in the checkpoint: without it the estimate would begin anew, at a smaller gradient
     assert here(*words, "run.dir=again", "run.resume=whole/checkpoints/step-00000002") == 0
     assert _losses("again") == curve(Path("whole"))[2:]
-    said = finish(single(*words, "run.dir=other", "processes=2", "strategy=zero1"), Path.cwd(), 2)
-    assert "Coupled steps a parameter by what it knows of all others" in said
+    with pytest.raises(AssertionError, match="Refusal: Coupled steps a parameter by what it knows of all others"):
+        processes.run(2, product, Path.cwd(), [*words, "run.dir=other", "strategy=zero1"])
 
 
-def test_a_schedule_free_optimizer_evaluates_and_saves_its_mean(words: list[str]) -> None:
+def test_a_schedule_free_optimizer_evaluates_and_saves_its_mean(processes: Processes, words: list[str]) -> None:
     words = [*words, "optimizer=schedulefree", "loop.steps=6", "precision=fp64", "loop.save_every=3"]
     assert here(*words, "run.dir=whole", "loop.eval_every=2") == 0
     # an evaluation, which swaps the weights and back, changes a step's rounding alone
     for strategy in ("zero1", "fsdp"):
-        name = f"run.dir={strategy}"
-        finish(single(*words, name, "loop.eval_every=2", "processes=2", f"strategy={strategy}"), Path.cwd())
+        divided = [*words, f"run.dir={strategy}", "loop.eval_every=2", f"strategy={strategy}"]
+        assert processes.run(2, product, Path.cwd(), divided) == [0, 0]
         assert far(curve(Path(strategy)), curve(Path("whole"))) < 1e-12
         assert far(_losses(strategy, "eval"), _losses("whole", "eval")) < 1e-12
         # from its checkpoint one process goes on

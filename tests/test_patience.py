@@ -54,6 +54,7 @@ def test_a_run_ends_where_nothing_became_better_and_says_what_extends_it(
     assert status(folder)["reason"] is None
 
 
+@pytest.mark.long
 def test_where_all_are_right_the_loss_says_which_is_best_and_the_run_still_ends(tmp_path: Path) -> None:
     words = [*SMALL, "data=synthetic_images", "data.image_size=8", "data.num_classes=2", "loop.global_batch=64"]
     words += ["loop.steps=48", "loop.eval_every=3", "loop.save_every=null", "checkpoint.keep=1", "schedule=constant"]
@@ -86,7 +87,7 @@ def test_another_folder_counts_from_its_own_beginning(tmp_path: Path) -> None:
     assert steps(second, "eval") == [6, 8]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_all_ranks_decide_the_same(tmp_path: Path, processes: Processes, strategy: str) -> None:
     words = [*WORDS, *FALLING, f"strategy={strategy}", "loop.steps=20", "loop.patience=3", "run.dir=two"]
     assert processes.run(2, product, tmp_path, words) == [0, 0]

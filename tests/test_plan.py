@@ -40,6 +40,7 @@ def collective(row: dict[str, Any], op: str) -> int:
     return sum(each["bytes"] for each in row["collectives"] if each["op"] == op)
 
 
+@pytest.mark.long
 def test_memory_and_bytes_of_every_strategy(tmp_path: Path) -> None:
     facts, screen = plan(tmp_path, "loop.global_batch=8", "loop.max_norm=1", "job.processes=[1,2]")
     rows = {(row["words"], row["processes"]): row for row in facts["rows"]}
@@ -199,6 +200,7 @@ def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> N
     assert "foreign/experts.py:" in reason
 
 
+@pytest.mark.long
 def test_weights_that_a_module_keeps_weak_references_to_are_planned(tmp_path: Path) -> None:
     words = [*FOREIGN, "experiment=lstm", "job=plan", "job.processes=[2]", "device=cpu", "run.dir=run"]
     copytree(CHECKOUT / "tests/foreign", tmp_path / "foreign")

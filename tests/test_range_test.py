@@ -104,7 +104,7 @@ def seen_by_rank(launch: Launch, place: Path, words: list[str]) -> RateCurve:
 STRATEGIES = ["ddp", "fsdp", "zero1", "tp"]
 
 
-@pytest.mark.parametrize("strategy", quickly(STRATEGIES, "ddp"))
+@pytest.mark.parametrize("strategy", quickly(STRATEGIES))
 def test_every_strategy_sees_the_same_losses_and_all_ranks_stop_alike(
     processes: Processes, tmp_path: Path, strategy: str
 ) -> None:

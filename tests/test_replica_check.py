@@ -114,7 +114,7 @@ def drift(launch: Launch, name: str, fields: dict[str, Any], wrong: int, tensor:
 
 
 @pytest.mark.parametrize("when", ["line", pytest.param("save", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", quickly(SPREAD, "zero1", "fsdp", "ddp_tp", "pp"))
+@pytest.mark.parametrize("name", quickly(SPREAD, "zero1", "ddp_tp"))
 def test_of_copies_wherever_they_are_the_one_that_differs_is_named(processes: Processes, name: str, when: str) -> None:
     fields, ranks, wrong, tensor, who = SPREAD[name]
     for said in processes.run(ranks, drift, name, fields, wrong, tensor, when):

@@ -20,7 +20,7 @@ from tests.inside import product
 
 pytestmark = pytest.mark.slow
 
-STEPS = 66  # of 11 an epoch: long enough that a signal sent at step 14 arrives before the end
+STEPS = 44  # of 11 an epoch: long enough that a signal sent at step 14 arrives before the end
 WORDS = (*SPLIT, "device=cpu", "schedule=constant", "optimizer=sgd", "optimizer.lr=0.1", "loop.save_every=[4,1ep]")
 
 
@@ -57,13 +57,13 @@ def two(place: Path) -> tuple[Path, str]:
 
 
 def test_one_learning_curve_under_every_strategy(place, alone, two, processes):
-    four = [*words(place / "four", "strategy=ddp_tp", "loop.micro_batches=2", steps=24)]
+    four = [*words(place / "four", "strategy=ddp_tp", "loop.micro_batches=2", steps=16)]
     assert processes.run(4, product, place, four) == [0] * 4
     for folder in (two[0], place / "four"):
         assert far(curve(alone)[:8], curve(folder)[:8]) < 1e-5
-        assert far(curve(alone)[:24], curve(folder)[:24]) < 1e-3
+        assert far(curve(alone)[:16], curve(folder)[:16]) < 1e-3
         assert far(curve(alone, "grad_norm")[:8], curve(folder, "grad_norm")[:8]) < 1e-4
-        assert curve(alone, "sample_digest")[:24] == curve(folder, "sample_digest")[:24]
+        assert curve(alone, "sample_digest")[:16] == curve(folder, "sample_digest")[:16]
     assert status(place / "four")["strategy"] == "ddp_tp"
     assert curve(alone)[-1] < 0.8 * curve(alone)[0]  # and something is learned
 
@@ -90,7 +90,7 @@ def test_the_lines_of_metrics_have_the_keys_that_scripts_rely_on(two):
 def test_every_rank_has_a_log_file_and_the_main_one_the_console(two):
     folder, screen = two
     assert {path.name for path in (folder / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
-    for start in ("run folder ", "strategy  ", "precision ", "batch  ", "completed ", f"epoch 1/6  step  1/{STEPS} "):
+    for start in ("run folder ", "strategy  ", "precision ", "batch  ", "completed ", f"epoch 1/4  step  1/{STEPS} "):
         wanted = 2 if start == "run folder " else 1  # at the start and at the end
         assert sum(line.startswith(start) for line in screen.splitlines()) == wanted, screen
     (spent,) = re.findall(rf"^time, steps 1-{STEPS} .*?^  total .*?$", screen, re.MULTILINE | re.DOTALL)
@@ -125,7 +125,7 @@ def test_a_run_says_what_it_was(two):
     wanted |= {"world_size": 2, "strategy": "ddp", "attempt": 1, "goodput": 1.0}
     assert status(folder).items() >= wanted.items()
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert {f"step-{step:08d}" for step in (60, 64, 66)} <= kept
+    assert {f"step-{step:08d}" for step in (36, 40, 44)} <= kept
     assert len(kept) <= 4  # three recent ones and the best
 
 
@@ -208,7 +208,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_as_if_nothing_had_been(place
     launcher, *others = shlex.split(advice)  # what was printed works as it stands
     assert launcher == "torchrun"
     again_it_is = [sys.executable, "-m", "torch.distributed.run", *others]
-    screen = finish(again_it_is, place, environment={"LC_ALL": "C"})
+    screen = finish(again_it_is, place)
     assert f"step {at} of " in screen
     same_run(folder, two[0])
     said = status(folder)

@@ -55,6 +55,7 @@ def test_a_test_that_is_named_runs_long_and_the_others_of_other_files_do_not(tmp
     ]
 
 
+@pytest.mark.long
 def test_several_lanes_run_each_test_once_and_say_what_they_left_out(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     file = "import os, pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_much(n):\n"

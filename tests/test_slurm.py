@@ -103,7 +103,8 @@ def test_the_smoke_test_works(cluster: Cluster, place: Path) -> None:
     assert status(place / "runs" / f"smoke-{number}")["world_size"] == 1
 
 
-@pytest.mark.parametrize("script", [TORCHRUN, pytest.param(SRUN, marks=pytest.mark.long)], ids=["torchrun", "srun"])
+@pytest.mark.long
+@pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
 def test_a_preempted_job_runs_again_and_goes_on(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
     number, folder = submitted(cluster, place, script)
     preempt(cluster, place, number, folder)
@@ -154,7 +155,8 @@ def test_machines_may_have_different_numbers_of_tasks(cluster: Cluster, place: P
     assert curve(place / "runs" / "held") == pytest.approx(curve(place / "runs" / "alone"), rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [SRUN, pytest.param(TORCHRUN, marks=pytest.mark.long)], ids=["srun", "torchrun"])
+@pytest.mark.long
+@pytest.mark.parametrize("script", [SRUN, TORCHRUN], ids=["srun", "torchrun"])
 def test_a_cancelled_job_saves_and_does_not_run_again(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
     number, folder = submitted(cluster, place, script)
     reach(cluster, place, number, folder, 5)
@@ -224,6 +226,7 @@ def job(cluster: Cluster, place: Path, *options: str, **env: str) -> str:
     return number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "cancelled", "state", "restarts"),
     [
@@ -248,6 +251,7 @@ def test_a_preempted_job_does_not_run_again_where_that_is_not_meant(
     assert ("submit it again" in log(place)) == (not cancelled)
 
 
+@pytest.mark.long
 def test_a_request_to_save_is_no_request_to_run_again(cluster: Cluster, place: Path) -> None:
     number = job(cluster, place)
     (place / "ask").touch()

@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CASES: list[Any] = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), quickly(CASES, *CASES[:2]))
+@pytest.mark.parametrize(("ranks", "strategy"), quickly(CASES, CASES[0]))
 def test_a_run_that_goes_back_is_one_whose_data_has_no_such_samples(
     processes: Processes, place: Path, tmp_path: Path, ranks: int, strategy: str
 ) -> None:
@@ -99,6 +99,7 @@ def test_a_run_that_goes_back_is_one_whose_data_has_no_such_samples(
     assert "went back   1 time to a checkpoint, and left out 32 samples" in said
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_finds_the_same_jump_also_between_two_lines(place: Path, tmp_path: Path) -> None:
     words = [*WORDS, "loop.log_every=4", "loop.steps=236", "data.wrong=[1770]", "loop.on_spike=rollback"]
     run, again = tmp_path / "run", tmp_path / "again"

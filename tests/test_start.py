@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("steps", [3, 4])
+@pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_a_start_that_leaves_nothing_to_train_is_refused_and_makes_nothing(trained, tmp_path, steps):
     for start in (trained, trained / "checkpoints" / "step-00000004"):
         with pytest.raises(Refusal, match=rf"of step 4 and this run ends at step {steps}.* loop\.steps={4 + steps} "):
@@ -52,7 +52,7 @@ def test_a_start_of_another_network_is_refused_with_what_differs(trained, tmp_pa
     assert files_below(tmp_path) == set()
 
 
-@pytest.mark.parametrize("accepted", ["true", "false"])
+@pytest.mark.parametrize("accepted", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_another_network_spoils_no_folder(trained, tmp_path, accepted):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)

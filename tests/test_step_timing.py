@@ -70,6 +70,7 @@ def notes(folder: Path) -> list[str]:
     return [line for line in (folder / "logs/rank-0.log").read_text().splitlines() if "holds up" in line]
 
 
+@pytest.mark.long
 def test_a_rank_that_stands_still_again_and_again_is_named_and_the_curve_is_the_same(
     processes: Processes, place: Path
 ) -> None:

@@ -90,7 +90,8 @@ def cloud() -> Iterator[Cloud]:
             thread.join()
 
 
-@pytest.mark.parametrize("path", [AMAZON, *(pytest.param(path, marks=pytest.mark.long) for path in (GOOGLE, AZURE))])
+@pytest.mark.long
+@pytest.mark.parametrize("path", [AMAZON, GOOGLE, AZURE])
 def test_what_a_cloud_says_of_the_machine_ends_the_run_with_a_save(
     path: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

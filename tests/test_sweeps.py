@@ -336,6 +336,7 @@ def test_the_words_of_the_page_are_taken() -> None:
 SEARCH = ("-m", "hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-5,1))", "run.name=search")
 
 
+@pytest.mark.long
 @needs_optuna
 def test_optuna_looks_for_the_best_and_goes_on_later(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = place / "runs" / "search"

@@ -52,7 +52,7 @@ def test_random_numbers_belong_to_the_sample(cut):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("channels", "side"), [(1, 8), (1, 28), (3, 32), (3, 7)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_augmented_images_belong_to_the_sample(cut, threads, channels, side, dtype):

@@ -103,9 +103,9 @@ def test_a_gzip_bomb_in_the_place_of_idx_files_is_refused(tmp_path: Path) -> Non
     ("name", "words"),
     [
         ("book.txt.gz", ("data=text", "task=language", "model=gpt_nano", "data.file={}")),
-        ("rows.csv.gz", (*TEXTS, "data.file={}")),
+        pytest.param("rows.csv.gz", (*TEXTS, "data.file={}"), marks=pytest.mark.long),
         ("rows.jsonl.gz", (*TEXTS, "data.file={}")),
-        ("digits.csv.gz", ("data.file={}",)),
+        pytest.param("digits.csv.gz", ("data.file={}",), marks=pytest.mark.long),
     ],
 )
 def test_a_gzip_bomb_in_the_place_of_texts_is_refused(tmp_path: Path, name: str, words: tuple[str, ...]) -> None:

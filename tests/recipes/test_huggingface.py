@@ -79,12 +79,22 @@ def test_a_set_is_told_from_another_by_its_pictures(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("data.path=/nowhere/at/all",), r"data\.path=/nowhere/at/all: there is no folder"),
+        pytest.param(
+            ("data.path=/nowhere/at/all",), r"data\.path=/nowhere/at/all: there is no folder", marks=pytest.mark.long
+        ),
         (("data.evaluation=valid",), r"data\.evaluation=valid: .* has no such split; it has train, test"),
         (("data.image=picture",), r"data\.image=picture: split train of .* has no such column; it has img, kind"),
-        (("data.image=kind", "data.label=kind"), r"data\.image=kind: this column of .* holds no pictures"),
+        pytest.param(
+            ("data.image=kind", "data.label=kind"),
+            r"data\.image=kind: this column of .* holds no pictures",
+            marks=pytest.mark.long,
+        ),
         (("data.image=img", "data.label=kinds"), r"no such column; it has img, kind; did you mean 'kind'"),
-        (("data.image=img", "data.label=kind", "data.num_classes=2"), r"data\.num_classes=2, but .* has 3 classes"),
+        pytest.param(
+            ("data.image=img", "data.label=kind", "data.num_classes=2"),
+            r"data\.num_classes=2, but .* has 3 classes",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_in_words(place: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

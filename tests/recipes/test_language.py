@@ -260,7 +260,7 @@ def test_a_run_exports_to_transformers_and_begins_with_their_weights(folder: Pat
     assert "not there" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("model", ["gpt_nano", "llama"])
+@pytest.mark.parametrize("model", ["gpt_nano", pytest.param("llama", marks=pytest.mark.long)])
 def test_an_exported_program_takes_other_batches_and_lengths(model: str, tmp_path: Path) -> None:
     small = ["model.width=32", "model.depth=2", "data.length=16", "loop.global_batch=8"]
     small += ["model.heads=4", "model.groups=2", "model.inner=48"] if model == "llama" else []

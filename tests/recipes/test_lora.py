@@ -70,7 +70,7 @@ def stored(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
     return own
 
 
-@pytest.mark.parametrize("strategy", quickly(SPREAD, "fsdp_tp"))
+@pytest.mark.parametrize("strategy", quickly(SPREAD, "fsdp"))
 def test_one_curve_and_adapters_alone_in_the_checkpoint(
     place: Path, processes: Processes, alone: Path, strategy: str
 ) -> None:
@@ -90,6 +90,7 @@ def test_one_curve_and_adapters_alone_in_the_checkpoint(
     assert tensors < 3 * 8 * sum(ours[name].numel() for name in adapters) + 40_000  # and headers
 
 
+@pytest.mark.long
 def test_a_run_goes_on_to_the_bit_and_under_any_other_strategy(place: Path, processes: Processes, alone: Path) -> None:
     for name in ("fsdp", "tp"):
         run, words = place / f"{name}-later", [*COMMON, f"strategy={name}", f"run.dir={name}-later"]
@@ -108,6 +109,7 @@ def test_a_run_goes_on_to_the_bit_and_under_any_other_strategy(place: Path, proc
         assert far(curve(place / name), curve(whole)) < 1e-10
 
 
+@pytest.mark.long
 def test_jobs_read_the_rest_where_it_lies_and_refuse_where_it_is_other(
     place: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +173,7 @@ OTHERS = (
 KINDS = [("llama", "tp"), ("llama", "fsdp"), ("gpt2", "fsdp"), ("gpt2", "ddp")]
 
 
-@pytest.mark.parametrize(("family", "strategy"), quickly(KINDS, ("llama", "tp")))
+@pytest.mark.parametrize(("family", "strategy"), quickly(KINDS))
 def test_any_decoder_of_transformers_learns_by_adapters(
     place: Path, processes: Processes, alone: Path, family: str, strategy: str
 ) -> None:
@@ -214,6 +216,7 @@ def test_numbers_with_which_nothing_would_learn_as_asked_are_refused(words: dict
         Decoder(vocab_size=8, context=4, width=8, depth=1, heads=2, **words)
 
 
+@pytest.mark.long
 def test_a_mixture_has_adapters_beside_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["data=text", "data.length=16", "data.held=0.0001", "model=moe_nano", "model.width=16", "model.depth=2"]

@@ -24,6 +24,7 @@ from recipes.language.tokens import Tokens
 from tests.commands import ROOT, curve
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.recipes.test_language import FAMILIES, SIZES, filled
 from tests.strategies.test_context import refused
 from trainer.launch.rendezvous import Launch
@@ -108,9 +109,9 @@ def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: i
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 40, 200])
+@pytest.mark.parametrize("window", [None, 40, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("samples", [1, 3])  # of which masks are made; 1: all are alike
-@pytest.mark.parametrize(("own", "seen"), [(300, 300), (128, 384), (100, 700), (1, 50)])
+@pytest.mark.parametrize(("own", "seen"), quickly([(300, 300), (128, 384), (100, 700), (1, 50)], (100, 700)))
 def test_the_blocks_of_flex_attention_are_the_dense_mask(own: int, seen: int, samples: int, window: int | None) -> None:
     torch.manual_seed(own)
     new = torch.rand(samples, seen) < 1 / 60
@@ -161,6 +162,7 @@ def test_one_mask_is_made_for_all_blocks_of_a_forward(monkeypatch: pytest.Monkey
     assert len(made) == 2
 
 
+@pytest.mark.long
 def test_packed_documents_are_resumed_to_the_bit_under_any_strategy(processes: Processes, corpus: Path) -> None:
     place = corpus.parent
     assert processes.run(1, product, place, [*PACKED, "strategy=single", "loop.steps=6", "run.dir=alone"]) == [0]

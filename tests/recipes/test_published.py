@@ -70,6 +70,7 @@ def test_pretrained_gives_all_but_a_new_head_and_stem(
             assert (name in fresh) != (begun[name].shape == value.shape and torch.equal(begun[name], value)), name
 
 
+@pytest.mark.long
 def test_what_cannot_be_had_is_said_with_the_place_to_put_it(cache: Path, tmp_path: Path) -> None:
     begin = (*WORDS, "init_from=pretrained", f"run.dir={tmp_path / 'run'}")
     with pytest.raises(Refusal) as caught:

@@ -173,6 +173,7 @@ def test_a_missing_shard_is_named_and_has_its_budget(in_process: S3Server, tmp_p
     assert here(*at(tmp_path / "lenient", URL, *words, "data.on_bad=skip", "data.bad_budget=0.2")) == 0
 
 
+@pytest.mark.long
 def test_what_is_no_set_of_shards_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     with pytest.raises(Refusal, match=r"has no index of its shards .*: python scripts/index_shards.py"):

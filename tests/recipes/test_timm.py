@@ -75,6 +75,7 @@ def test_what_timm_does_not_have_is_said(name: str, tmp_path: Path) -> None:
         here(*WORDS, f"model.name={name}", "data.image_size=10", f"run.dir={tmp_path / 'run'}")
 
 
+@pytest.mark.long
 def test_any_argument_of_a_network_goes_on_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert here(*WORDS, "model.name=resnet18", "data.image_size=32", "+model.drop_path_rate=0.2", "run.dir=run") == 0
@@ -91,6 +92,7 @@ def test_a_key_of_a_configuration_of_transformers_that_it_only_keeps() -> None:
         instantiate(OmegaConf.create(node | {"d_modle": 3}), transformers.T5Config, "model", AllowedTargets())
 
 
+@pytest.mark.long
 def test_an_optimizer_of_timm_trains_by_the_words_of_the_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,9 +107,7 @@ def test_losses_and_gradients_are_those_of_all_scores(chunk: int, autocast: bool
         CASES,
         ("single, recomputing", True),
         ("ddp", False),
-        ("fsdp", True),
         ("tp", False),
-        ("pp", False),
     ),
 )
 def test_chunks_give_the_curve_of_the_whole_loss(
@@ -144,7 +142,7 @@ class Guesses(NextToken):
         return {**super().finish(totals), "right": float(totals["right"] / totals["weight"])}
 
 
-@pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "pp")])
+@pytest.mark.parametrize(("size", "strategy"), quickly([(1, "single"), (2, "pp")], (1, "single")))
 def test_who_wants_scores_gets_them(
     processes: Processes, folder: Path, whole: Any, size: int, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,7 @@ def _construct(cache, done):
     done.put(str(FashionMNIST(PLAIN).folder))
 
 
+@pytest.mark.long
 def test_a_download_waits_for_that_of_another_process(tmp_path):
     (tmp_path / "trainer").mkdir()
     context = multiprocessing.get_context("spawn")

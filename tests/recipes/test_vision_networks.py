@@ -115,6 +115,7 @@ def test_the_plan_of_the_transformer_names_its_modules():
     assert Classification().plan(network).tensor.keys() == plan.tensor.keys()
 
 
+@pytest.mark.long
 def test_the_plan_of_torchvisions_transformer_names_its_mlps():
     network = torchvision_model("vit_b_16", num_classes=4, channels=3, image_size=32)
     plan = Classification().plan(network)
@@ -161,6 +162,7 @@ def test_images_that_a_network_cannot_take_are_refused(name):
         torchvision_model(name, num_classes=10, channels=1, image_size=8)
 
 
+@pytest.mark.long
 def test_nothing_slow_is_imported_before_it_is_needed():
     modules = [
         "backbone",

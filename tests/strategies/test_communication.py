@@ -3,11 +3,12 @@
 import pytest
 
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.toys import BATCH, Case
 
 
-@pytest.mark.parametrize("task", ["plain", "weighted"])
+@pytest.mark.parametrize("task", quickly(["plain", "weighted"], "weighted"))
 def test_four_micro_batches_of_ddp_send_what_one_sends(processes: Processes, task: str) -> None:
     case = Case("ddp", task=task)
     (one, *_), (four, *_) = (processes.run(2, collectives_of_a_step, case.but(micro_batches=n)) for n in (1, 4))

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.commands import lines
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.sequences import LENGTH, NETWORKS, Next, TokenData
 from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
@@ -76,7 +77,7 @@ def seen(launch: Launch, place: Path, words: list[str]) -> int:
     return pairs
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", quickly([2, 3], 3))
 def test_context_ranks_compute_the_same_share_of_attention(processes: Processes, tmp_path: Path, ranks: int) -> None:
     words = [*BOOK, "data.length=12", "data.held=0", "loop.steps=1", "loop.global_batch=2", "run.dir=run"]
     (whole,) = processes.run(1, seen, tmp_path, [*words, "strategy=single"])

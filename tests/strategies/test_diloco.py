@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tests.commands import SMALL, TRANSFORMER, curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.toys import BATCH, Case, Net, ToyData, run
 from tests.test_plan import collective, plan
 from tests.test_wire import SMALL as FEW_BYTES
@@ -39,7 +40,7 @@ def largest(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((torch.tensor(one[name]) - torch.tensor(other[name])).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", quickly([1, 2, 3], 2))
 def test_a_meeting_after_each_step_of_sgd_is_ddp(processes: Processes, size: int) -> None:
     # of different numbers of samples, with momentum and weights that do not count: all of that is linear
     case = EXACT.but(fields=MEAN, optimizer="sgd", max_norm=inf, task="weighted", micro_batches=2)
@@ -147,6 +148,7 @@ def stored(folder: Path) -> list[str]:
     return [name for file in newest.glob("*.safetensors") for name in load_file(file)]
 
 
+@pytest.mark.long
 def test_other_numbers_of_ranks_begin_at_the_shared_weights(processes: Processes, tmp_path: Path) -> None:
     case = EXACT.but(fields={"every": 4, "fragments": 2, "overlap": 1}, folder=str(tmp_path))
     (one, _) = processes.run(2, run, case.but(steps=5, save=5))
@@ -161,6 +163,7 @@ COMMON = (*SMALL, "optimizer=adamw", "schedule=constant", "loop.epochs=null", "l
 STREAMED = ("strategy=diloco", "strategy.every=4", "strategy.fragments=2", "strategy.overlap=1")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_stopped_between_outer_steps_a_run_goes_on_and_others_read_it(
     processes: Processes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -244,6 +247,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, word
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.long
 def test_an_average_that_follows_outer_steps_is_one_of_the_shared_weights(processes: Processes) -> None:
     case = EXACT.but(fields={"every": 2}, average=0.9)
     one, other = processes.run(2, run, case)

@@ -57,6 +57,7 @@ def test_gathered_in_bf16_the_masters_stay_whole(processes: Processes) -> None:
     assert any(value != float(torch.tensor(value).bfloat16()) for value in ranks[0]["weights"]["norm.weight"])
 
 
+@pytest.mark.long
 def test_experts_that_are_not_gathered_compute_in_bf16_as_those_that_are(processes: Processes) -> None:
     case = Case("fsdp", {"param_dtype": "bf16"}, network="experts behind", task="next", steps=6)
     gathered, _ = processes.run(2, run, case)

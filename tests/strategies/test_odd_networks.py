@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, Routed, run
 from trainer import Plan, Task
 from trainer.launch.rendezvous import Launch
@@ -90,20 +91,20 @@ def with_special(launch: Launch, network: type[nn.Module], task: type[Task], cas
 @pytest.mark.parametrize(
     ("network", "task", "size", "case"),
     [
-        (Buffers, Plain, 2, Case("ddp")),
+        pytest.param(Buffers, Plain, 2, Case("ddp"), marks=pytest.mark.long),
         (Buffers, Plain, 2, Case("tp")),
         (FourDimensions, Plain, 2, Case("ddp")),
         (Recomputed, Plain, 2, Case("ddp")),
         (Routed, Plain, 2, Case("ddp", {"find_unused_parameters": True})),
-        (Routed, Plain, 4, Case("ddp_tp", {"tensor": 2})),
+        pytest.param(Routed, Plain, 4, Case("ddp_tp", {"tensor": 2}), marks=pytest.mark.long),
         (Routed, Plain, 3, Case("ddp_tp", {"tensor": 1})),
         (Tied, Plain, 1, Case("ddp")),
         (Remembering, Plain, 2, Case("fsdp", micro_batches=2)),
         pytest.param(Remembering, Plain, 2, Case("fsdp", {"reshard_after_forward": False}), marks=pytest.mark.long),
         pytest.param(Remembering, Plain, 2, Case("zero1"), marks=pytest.mark.long),
-        (Remembering, Plain, 2, Case("pp", micro_batches=2)),
+        pytest.param(Remembering, Plain, 2, Case("pp", micro_batches=2), marks=pytest.mark.long),
         (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
-        (Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2})),
+        pytest.param(Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2}), marks=pytest.mark.long),
     ],
 )
 def test_they_train_to_the_curve_of_one_process(
@@ -167,8 +168,8 @@ class Enclosed(Perturbed):
     [
         (Perturbed, 1, Case(fields={"activation_checkpointing": "units"})),
         (Perturbed, 2, Case("ddp")),
-        (Perturbed, 2, Case("zero1")),
-        (Perturbed, 2, Case("tp")),
+        pytest.param(Perturbed, 2, Case("zero1"), marks=pytest.mark.long),
+        pytest.param(Perturbed, 2, Case("tp"), marks=pytest.mark.long),
         (Enclosed, 2, Case("fsdp")),
     ],
 )
@@ -193,8 +194,8 @@ def refused(launch: Launch, network: type[nn.Module], case: Case) -> str:
     ("size", "case"),
     [
         (2, Case("fsdp")),
-        (2, Case("fsdp", {"reshard_after_forward": False})),
-        (4, Case("fsdp", {"tensor": 2})),
+        pytest.param(2, Case("fsdp", {"reshard_after_forward": False}), marks=pytest.mark.long),
+        pytest.param(4, Case("fsdp", {"tensor": 2}), marks=pytest.mark.long),
         (2, Case("pp")),
     ],
 )
@@ -256,12 +257,15 @@ EVERYWHERE = [
     (2, Case("tp")),
     (2, Case("fsdp")),
 ]
+PIPELINE = (2, Case("pp"))
 
 
 @pytest.mark.parametrize(
     ("network", "size", "case"),
     [
-        *[(Answers, size, case) for size, case in (*EVERYWHERE, (2, Case("pp")))],
+        *quickly(
+            [(Answers, *where) for where in (*EVERYWHERE, PIPELINE)], (Answers, *EVERYWHERE[-1]), (Answers, *PIPELINE)
+        ),
         *[pytest.param(Outputs, size, case, marks=pytest.mark.long) for size, case in EVERYWHERE],
     ],
 )

@@ -214,7 +214,7 @@ def test_recomputing_leaves_the_curve_that_of_one_process(trained: Any, where: s
     close(trained(size, case.but(mode=mode)), trained(1, SINGLE), 1e-10)
 
 
-@pytest.mark.parametrize("where", quickly(SPREAD, *TWO))
+@pytest.mark.parametrize("where", quickly(SPREAD, "ddp on 2", "fsdp on 2", "pp on 2"))
 def test_dropout_repeats_its_masks(trained: Any, where: str) -> None:
     size, case = SPREAD[where]
     case = case.but(network="dropout")
@@ -222,8 +222,14 @@ def test_dropout_repeats_its_masks(trained: Any, where: str) -> None:
     close(trained(size, case.but(mode="units")), trained(size, case), 1e-10)
 
 
-@modes
-@pytest.mark.parametrize("sync_bn", [False, True])
+@pytest.mark.parametrize(
+    ("sync_bn", "mode"),
+    quickly(
+        [(sync, mode) for sync in (False, True) for mode in ("units", "operators")],
+        (False, "operators"),
+        (True, "units"),
+    ),
+)
 def test_running_statistics_move_once_a_step(trained: Any, mode: str, sync_bn: bool) -> None:
     case = Order("ddp", {"sync_bn": sync_bn}, network="normed")
     close(trained(2, case.but(mode=mode)), trained(2, case), 1e-10)
@@ -244,6 +250,7 @@ def collectives(launch: Launch, case: Order) -> Counter[str]:
     return Counter(event.name for event in recorded.events() if event.name.startswith("gloo:"))
 
 
+@pytest.mark.long
 def test_what_tensor_ranks_told_each_other_is_not_told_again_where_operators_are_kept(processes: Processes) -> None:
     case = Order("tp", micro_batches=1)
     plain, units, operators = (

@@ -85,10 +85,10 @@ def losses(
     ("size", "strategy", "fields"),
     [
         (2, "tp", {}),
-        (4, "ddp_tp", {"tensor": 2}),
+        pytest.param(4, "ddp_tp", {"tensor": 2}, marks=pytest.mark.long),
         pytest.param(2, "zero1", {}, marks=pytest.mark.long),
         pytest.param(2, "pp", {"schedule": "GPipe"}, marks=pytest.mark.long),
-        (4, "fsdp", {"tensor": 2, "activation_checkpointing": "operators"}),
+        pytest.param(4, "fsdp", {"tensor": 2, "activation_checkpointing": "operators"}, marks=pytest.mark.long),
         (4, "mesh", {"pipe": 2, "tensor": 2, "activation_checkpointing": "units"}),
     ],
 )

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.commands import curve
 from tests.inside import product
 from tests.processes import Processes
+from tests.quick import quickly
 from tests.strategies.counting import collectives_of_a_step
 from tests.strategies.sequences import LENGTH
 from tests.strategies.toys import BATCH, Case
@@ -26,9 +27,14 @@ SHAPES = {"gpt": ["model=gpt_nano"], "llama": ["model=llama", "model.groups=2", 
 RUN = [*TEXT, "loop.global_batch=4", "loop.log_every=1"]
 
 
-@pytest.mark.parametrize("recomputed", ["none", "units", "operators"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "shape", "recomputed"),
+    quickly(
+        [(ranks, shape, mode) for ranks in (2, 3) for shape in SHAPES for mode in ("none", "units", "operators")],
+        (2, "gpt", "operators"),
+        (3, "llama", "none"),
+    ),
+)
 def test_a_ring_gives_the_curve_of_one_process(
     processes: Processes, tmp_path: Path, ranks: int, shape: str, recomputed: str
 ) -> None:
@@ -49,7 +55,7 @@ def test_a_ring_that_is_resumed_goes_on_to_the_bit(processes: Processes, tmp_pat
     assert curve(tmp_path / "again", "loss_hex") == curve(tmp_path / "through", "loss_hex")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", quickly([2, 4], 2))
 def test_a_ring_sends_what_is_seen_and_no_more(processes: Processes, ranks: int) -> None:
     case = Case("cp", {"attention": "ring"}, network="llama", task="next")
     sent = [
@@ -70,8 +76,9 @@ def computed(launch: Launch, place: Path, words: list[str]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("attention", ["gather", "ring"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "attention"), quickly([(ranks, way) for ranks in (2, 3) for way in ("gather", "ring")], (2, "ring"))
+)
 def test_context_ranks_compute_as_much(processes: Processes, tmp_path: Path, ranks: int, attention: str) -> None:
     words = [*SHAPES["llama"], *SMALL, *TEXT, "loop.steps=1", "loop.global_batch=2", "strategy=cp"]
     words += [f"strategy.attention={attention}", "run.dir=run"]
