@@ -12,7 +12,6 @@ from tests.inside import product
 from trainer.launch.rendezvous import Launch
 
 pytestmark = pytest.mark.slow
-QUICK = {("tabular", "ddp")}  # the others take up to half a minute: two or three with --some, all with --long
 
 
 def table() -> dict[tuple[str, str], str]:
@@ -39,14 +38,9 @@ def test_the_page_has_every_case_and_no_mistake() -> None:
     assert not {place for place, text in cells.items() if text.startswith(("**", "DIFFERS"))}
 
 
-@pytest.mark.parametrize(
-    ("case", "column"),
-    [
-        pytest.param(case, column, marks=() if (case, column) in QUICK else pytest.mark.long(one_in=30))
-        for case in CASES
-        for column in COLUMNS
-    ],
-)
+@pytest.mark.long(one_in=30)  # they take half a minute each
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_cell_of_the_page_is_true(case: str, column: str) -> None:
     for package in {"bert": ["transformers"], "t5": ["transformers"], "lightning_module": ["lightning"]}.get(case, []):
         pytest.importorskip(package)

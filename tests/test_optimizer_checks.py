@@ -171,7 +171,9 @@ def test_an_optimizer_that_couples_parameters_keeps_its_group_and_needs_all_of_t
     # its number is in the checkpoint: without it the estimate would begin anew, at a smaller gradient
     assert here(*words, "run.dir=again", "run.resume=whole/checkpoints/step-00000002") == 0
     assert _losses("again") == curve(Path("whole"))[2:]
-    with pytest.raises(AssertionError, match="Refusal: Coupled steps a parameter by what it knows of all others"):
+    with pytest.raises(
+        AssertionError, match="Refusal: optimizer: Coupled steps a parameter by what it knows of all others"
+    ):
         processes.run(2, product, Path.cwd(), [*words, "run.dir=other", "strategy=zero1"])
 
 
