@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):  # one of several lanes, and all of them leave out the same
         config.workeroutput["left_out"] = len(left_out)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: to look at all of it again and again for garbage costs more than most tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """As it was: modules that count what they leave behind would complain as the interpreter ends."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

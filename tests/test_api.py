@@ -20,7 +20,6 @@ from torch import distributed
 
 import trainer
 from tests.commands import SMALL, Command, curve, finish, single, status
-from tests.quick import quickly
 from trainer.launch import stop_signals
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -258,8 +257,9 @@ def wait_for(what: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quickly(["train.py", "points.py"], "train.py"))
+@pytest.mark.parametrize("name", ["train.py", "points.py"])
 def test_the_examples_of_the_page_run(place: Path, name: str, processes: object) -> None:
     code = dict(BLOCK.findall((DOCS / "python.md").read_text()))[name]
     assert len([line for line in code.splitlines() if line]) <= 25

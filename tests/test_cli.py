@@ -253,6 +253,7 @@ def test_the_life_of_a_run_folder(place):
     assert len(curve(place / "runs" / "life.1")) == 16
 
 
+@pytest.mark.long
 def test_a_longer_horizon_is_another_learning_where_the_schedule_depends_on_it(place):
     words = ("schedule=cosine", "schedule.warmup=1")  # behind the warm-up rates depend on the length
     finish(named("horizon", *words, steps=3), place)

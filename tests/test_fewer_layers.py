@@ -179,6 +179,7 @@ def with_memory(launch: Launch, place: Path, words: list[str], free: float) -> t
         return verified(launch, place, words)
 
 
+@pytest.mark.long
 def test_what_one_process_cannot_hold_is_made_shorter_by_itself(processes: Processes, home: Path) -> None:
     file = home / "shortage.safetensors"
     words = [*DEEP["gpt"], EXACT, f"job.record={file}", f"run.dir={home / 'shortage'}"]

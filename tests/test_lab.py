@@ -92,6 +92,7 @@ def test_an_error_in_one_rank_ends_all_and_stands_last(home):
     assert "sample 21 is torn" in (home / "torn" / "logs" / "rank-1.log").read_text()
 
 
+@pytest.mark.long
 def test_a_rank_that_just_leaves_fails_the_run(home):
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

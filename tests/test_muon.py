@@ -126,7 +126,8 @@ def answer(launch: Launch, place: Path, words: list[str]) -> Any:
     return product(launch, place, words)
 
 
-@pytest.mark.parametrize(("size", "strategy"), [(2, "fsdp"), pytest.param(2, "tp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "strategy"), [(2, "fsdp"), (2, "tp")])
 def test_clipping_overflows_and_averages_go_with_it(
     tmp_path: Path, processes: Processes, size: int, strategy: str
 ) -> None:

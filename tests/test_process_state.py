@@ -125,7 +125,9 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True, warn_only=True)
     logging.captureWarnings(True)
+    gc.unfreeze()  # what tests/conftest.py has frozen would get less by itself
     yield tmp_path
+    gc.freeze()
     logging.captureWarnings(False)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)

@@ -118,6 +118,7 @@ def test_its_answers_are_those_of_the_evaluation(place: Path, name: str) -> None
         assert float((said - own).abs().max()) < (1e-6 if path.endswith("png") else 0.02), path
 
 
+@pytest.mark.long
 def test_other_runtimes_prepare_the_same(place: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

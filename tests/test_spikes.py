@@ -121,6 +121,7 @@ def test_a_run_that_was_killed_finds_the_same_jump_also_between_two_lines(place:
         assert [line[key] for line in lines(again, "train")] == [line[key] for line in whole], key
 
 
+@pytest.mark.long
 def test_not_for_ever_and_only_where_it_is_asked_for(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*WORDS, "loop.log_every=1", "loop.steps=70", f"run.dir={run}", f"data.wrong={[*range(472, 600)]}"]

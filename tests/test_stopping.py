@@ -93,6 +93,7 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(whole, tmp_path, monke
     same(folder, whole)
 
 
+@pytest.mark.long
 def test_time_that_is_over_at_once_still_gets_further_at_each_start(whole, tmp_path):
     codes = [here(*WORDS, f"run.dir={tmp_path}", "run.stop_after=0.001") for _ in range(6)]
     assert codes == [75, 75, 75, 75, 75, 0]  # evaluations of steps 2, 4 and 5 were due, and done by the next start

@@ -157,6 +157,7 @@ def test_ctrl_c_stops_all_and_the_same_command_goes_on(place: Path, capfd: pytes
     assert starts(place / "runs" / "stop")[1::2] == [2, 1]
 
 
+@pytest.mark.long
 def test_ctrl_c_twice_ends_all_at_once(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert here("-m", "seed=6,1", "run.name=twice") == 1
     assert "1 not started, 1 failed" in capfd.readouterr().out

@@ -76,6 +76,7 @@ def test_parameters_of_a_task_are_refused_before_the_run(
     assert not Path("run").exists()
 
 
+@pytest.mark.long
 def test_a_network_in_a_task_may_not_learn(processes: Processes, words: list[str], tmp_path: Path) -> None:
     words = [*words, "task=measured"]
     own = ["strategy=pp", "loop.micro_batches=2", "run.dir=refused"]

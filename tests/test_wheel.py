@@ -54,6 +54,7 @@ def test_requirements_are_bounded_where_it_matters(wheel: ZipFile) -> None:
     assert all("extra ==" in need for need in needs if need.startswith(("pytest", "ruff", "mypy")))
 
 
+@pytest.mark.long
 def test_the_source_archive_builds_the_same_wheel(wheel: ZipFile, tmp_path: Path) -> None:
     archive = build("sdist", CHECKOUT, tmp_path / "sdist")
     subprocess.run(["tar", "-xf", archive, "-C", tmp_path], check=True)

@@ -155,8 +155,7 @@ TO_ONE: dict[str, Callable[[Sizes], float]] = {
 @pytest.mark.parametrize(
     ("size", "network", "strategies"),
     [
-        (2, TRANSFORMER, ["fsdp"]),
-        pytest.param(2, TRANSFORMER, ["ddp", "zero1", "tp", "pp"], marks=pytest.mark.long),
+        pytest.param(2, TRANSFORMER, ["ddp", "zero1", "fsdp", "tp", "pp"], marks=pytest.mark.long),
         pytest.param(
             4, TRANSFORMER, ["ddp", "fsdp", "hsdp", "ddp_tp", "fsdp_tp", "ddp_pp", "fsdp_pp"], marks=pytest.mark.long
         ),

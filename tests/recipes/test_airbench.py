@@ -93,6 +93,7 @@ def test_a_blurred_resnet_blurs_before_each_stride_but_the_first() -> None:
     assert torch.allclose(conv(images), expected, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_recipe_resumes_to_the_bit(tmp_path: Path) -> None:
     write_ten(tmp_path)

@@ -104,7 +104,7 @@ def test_a_gzip_bomb_in_the_place_of_idx_files_is_refused(tmp_path: Path) -> Non
     [
         ("book.txt.gz", ("data=text", "task=language", "model=gpt_nano", "data.file={}")),
         pytest.param("rows.csv.gz", (*TEXTS, "data.file={}"), marks=pytest.mark.long),
-        ("rows.jsonl.gz", (*TEXTS, "data.file={}")),
+        pytest.param("rows.jsonl.gz", (*TEXTS, "data.file={}"), marks=pytest.mark.long),
         pytest.param("digits.csv.gz", ("data.file={}",), marks=pytest.mark.long),
     ],
 )

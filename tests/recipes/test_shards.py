@@ -204,6 +204,7 @@ def test_ranks_come_and_go_and_the_curve_is_that_of_one_process(server: S3Server
     assert lines(parts, "eval")[-1]["accuracy"] == lines(undisturbed, "eval")[-1]["accuracy"]
 
 
+@pytest.mark.long
 def test_an_index_has_the_block_of_each_sample(folder: Path) -> None:
     from recipes.shards.index import read_index, read_summary
 

@@ -107,7 +107,6 @@ def test_losses_and_gradients_are_those_of_all_scores(chunk: int, autocast: bool
         CASES,
         ("single, recomputing", True),
         ("ddp", False),
-        ("tp", False),
     ),
 )
 def test_chunks_give_the_curve_of_the_whole_loss(
