@@ -235,6 +235,8 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
                 f"compile.{key}={str(value).lower()} and {compiled}: the whole step is one graph, of fixed sizes; leave"
                 f" compile.{key} out"
             )
+    if parsed.compile.mode == "step" and parsed.optimizer.fused:
+        wrong["optimizer.fused"] = f"optimizer.fused=true and {compiled}: the update is part of the graph; leave it out"
     if parsed.compile.mode == "step" and loop.histograms_every:
         wrong["loop.histograms_every"] = (
             f"loop.histograms_every={written.get('loop.histograms_every')} and {compiled}: gradients are never outside"

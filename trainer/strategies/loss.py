@@ -191,8 +191,7 @@ def accumulate_losses(sums: dict[str, Tensor], losses: dict[str, Tensor], share:
     for name, loss in losses.items():
         part = loss.detach()
         if not _is_one(share):
-            # a loss in bf16 has 8 bits, too few for a product or a sum
-            part = to_accumulator(to_summand(part) * share)
+            part = to_accumulator(part) * share  # a loss in bf16 has 8 bits, too few for a product or a sum
         sums[name] = sums[name] + part if name in sums else part
 
 
