@@ -223,29 +223,7 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
             f"loop.micro_batches={loop.micro_batches} and loop.micro_batch={loop.micro_batch}: "
             "give the number of micro-batches or the size of one, not both"
         )
-    compiled = f"compile.mode={parsed.compile.mode}"
-    if loop.uneven and parsed.compile.mode:
-        wrong["loop.uneven"] = (
-            f"loop.uneven=true and {compiled}: a compiled network takes micro-batches of one size only; "
-            "set compile.mode=null, or loop.uneven=false and a global batch that divides"
-        )
-    for key in ("scope", "dynamic") if parsed.compile.mode == "step" else ():
-        if value := getattr(parsed.compile, key):
-            wrong[f"compile.{key}"] = (
-                f"compile.{key}={str(value).lower()} and {compiled}: the whole step is one graph, of fixed sizes; leave"
-                f" compile.{key} out"
-            )
-    if parsed.compile.mode == "step" and parsed.optimizer.fused:
-        wrong["optimizer.fused"] = f"optimizer.fused=true and {compiled}: the update is part of the graph; leave it out"
-    if parsed.compile.mode == "step" and loop.histograms_every:
-        wrong["loop.histograms_every"] = (
-            f"loop.histograms_every={written.get('loop.histograms_every')} and {compiled}: gradients are never outside"
-            " of the graph; leave loop.histograms_every out, or set compile.mode=default"
-        )
-    changed = [key for key, value in vars(parsed.compile).items() if key != "mode" and value]
-    if parsed.compile.mode is None and changed:
-        key = f"compile.{changed[0]}"
-        wrong[key] = f"{format_override(written, key)} changes nothing without compile.mode; set compile.mode=default"
+    _refuse_beside_compile(parsed, written, wrong)
     if parsed.init_from is not None and parsed.run.resume not in ("auto", "fresh"):
         wrong["init_from"] = (
             f"init_from={parsed.init_from} and run.resume={parsed.run.resume}: a run goes on from a checkpoint or"
@@ -255,6 +233,35 @@ def validate_settings(values: Mapping[str, Any], written: Mapping[str, Any], wro
     if loop.epochs is None and loop.steps is None:
         parsed = replace(parsed, loop=replace(loop, epochs=DEFAULT_EPOCHS))
     return None if wrong else parsed
+
+
+def _refuse_beside_compile(parsed: Settings, written: Mapping[str, Any], wrong: dict[str, str]) -> None:
+    """Add a line for each key that does not go with what is compiled, or changes nothing without it."""
+    loop, compiled = parsed.loop, f"compile.mode={parsed.compile.mode}"
+    if loop.uneven and parsed.compile.mode:
+        wrong["loop.uneven"] = (
+            f"loop.uneven=true and {compiled}: a compiled network takes micro-batches of one size only; "
+            "set compile.mode=null, or loop.uneven=false and a global batch that divides"
+        )
+    changed = [key for key, value in vars(parsed.compile).items() if key != "mode" and value]
+    if parsed.compile.mode is None and changed:
+        key = f"compile.{changed[0]}"
+        wrong[key] = f"{format_override(written, key)} changes nothing without compile.mode; set compile.mode=default"
+    if parsed.compile.mode != "step":
+        return
+    for key in ("scope", "dynamic"):
+        if value := getattr(parsed.compile, key):
+            wrong[f"compile.{key}"] = (
+                f"compile.{key}={str(value).lower()} and {compiled}: the whole step is one graph, of fixed sizes; leave"
+                f" compile.{key} out"
+            )
+    if parsed.optimizer.fused:
+        wrong["optimizer.fused"] = f"optimizer.fused=true and {compiled}: the update is part of the graph; leave it out"
+    if loop.histograms_every:
+        wrong["loop.histograms_every"] = (
+            f"loop.histograms_every={written.get('loop.histograms_every')} and {compiled}: gradients are never outside"
+            " of the graph; leave loop.histograms_every out, or set compile.mode=default"
+        )
 
 
 def _parse_section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str, str], prefix: str = "") -> Any:
