@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
+from tests.commands import SMALL
+from tests.inside import here
 from tests.strategies.test_order import NETWORKS, SINGLE, train
 from tests.strategies.toys import CLASSES, WIDTH, Plain
 from trainer.launch.rendezvous import Launch
@@ -86,3 +88,8 @@ def test_weights_of_a_task_that_could_learn_are_refused() -> None:
             model.optimizer(lambda groups: torch.optim.SGD(groups, 0.1), [{"params": list(network.parameters())}])
         task.teacher.requires_grad_(False)  # type: ignore[attr-defined]
         model.optimizer(lambda groups: torch.optim.SGD(groups, 0.1), [{"params": list(network.parameters())}])
+
+
+def test_a_comparison_inside_of_a_graph_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"one graph shows nothing in between; use compile\.mode=default"):
+        here(*SMALL, "job=verify", "compile.mode=step", "loop.micro_batches=1")
