@@ -241,7 +241,9 @@ def test_what_changes_from_step_to_step_is_not_taken_to_lie_where_it_is() -> Non
     static: dict[tuple[int, ...], bool] = {}
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        static.update({tuple(x.shape): hasattr(x, "_dynamo_static_input_type") for x in inputs})
+        static.update(
+            {tuple(x.shape): hasattr(x, "_dynamo_static_input_type") for x in inputs if isinstance(x, Tensor)}
+        )
         return graph.forward
 
     network, device = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)), torch.device("cpu")
