@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tests.inside import product
 from trainer.launch.rendezvous import Launch
+from trainer.messages import FatalRunError
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.compile import Compiler, CompileSettings, without_compile
 from trainer.parallel.rng.compiled_rng import CompiledSampleRNG, make_rng
@@ -288,6 +289,6 @@ def test_a_step_refuses_what_python_counts_in_it(tmp_path: Path, monkeypatch: py
     words = ["--config-dir", "counts/conf", "model=counts", "compile.mode=step", "loop.steps=3", "run.dir=run"]
     with (
         patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward),
-        pytest.raises(RuntimeError, match="a step changes calls, which the graph holds as it was"),
+        pytest.raises(FatalRunError, match="a step changes calls, which the graph holds as it was"),
     ):
         product(Launch(), tmp_path, words)

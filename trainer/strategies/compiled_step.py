@@ -21,7 +21,7 @@ from trainer.data.nested_tensors import tensors
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.optimizer import Groups, Make, without_compiler
 from trainer.learning.task import learning_task_weights, refuse_task_gradients
-from trainer.messages import Refusal, format_names
+from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.compile import Compiler
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.unused_parameters import find_always_used
@@ -118,7 +118,7 @@ class CompiledStepModel(ParallelModel):
             norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
         after = self._python_numbers() if before else {}
         if changed := [name for name, value in after.items() if before.get(name) != value]:
-            raise RuntimeError(
+            raise FatalRunError(
                 f"compile.mode=step: a step changes {format_names(changed, 5)}, which the graph holds as it was in the"
                 " first step; make it a tensor (register_buffer), or use compile.mode=default"
             )

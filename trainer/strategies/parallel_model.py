@@ -243,8 +243,7 @@ class ParallelModel:
         self.rng.begin_evaluation(batch.indices)
         self.compiler.begin_forward(self.network)
         autocast = self.machine.autocast(self.strategy.device)
-        several = self.strategy.data_group.size > 1  # one rank gathers its own rows, whatever the span
-        with trial, self.rng, self.compute_context(), set_gather_span(batch.span) if several else NOTHING, autocast:
+        with trial, self.rng, self.compute_context(), set_gather_span(batch.span), autocast:
             inputs, targets = self.memory_format.cast((batch.inputs, batch.targets))
             sums = self.evaluate_batch(batch, inputs, targets)
         return sums if valid else zero_sums(sums)

@@ -140,8 +140,8 @@ def _elementwise_operators(make: Callable[..., Tensor], numbers: int) -> Iterato
     for parameter in parameters:
         parameter.grad = y
     optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
-    kernels = len(parameters) if x.device.type == "cpu" else 1
-    yield Kernel("optimizer", 4 * size * len(parameters) / kernels, optimizer.step, kernels)
+    calls = len(parameters) if x.device.type == "cpu" else 1
+    yield Kernel("optimizer", 4 * size * len(parameters) / calls, optimizer.step, calls)
 
 
 def measure_kernels(site: ExaminedRanks, sums: Points, patience: float) -> dict[str, Any]:

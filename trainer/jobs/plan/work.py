@@ -48,9 +48,13 @@ class Work:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.operators = 0
         self._kernels: defaultdict[str, float] = defaultdict(float)  # seconds by phase
         self._calls: defaultdict[str, int] = defaultdict(int)  # the same
+
+    @property
+    def operators(self) -> int:
+        """How many there were since `take` was last called."""
+        return sum(self._calls.values())
 
     def take(self) -> dict[str, float]:
         """Seconds by phase that have been counted since this was last called."""
@@ -74,7 +78,6 @@ class Work:
         # of a list of tensors a CPU computes one after another, a GPU many by one kernel
         calls = max(1, len(args[0])) if args and isinstance(args[0], list | tuple) and not flops else 1
         calls = calls if self._device.is_host else ceil(calls / LIST_BATCH)
-        self.operators += calls
         self._calls[phase] += calls
         kind = operator_kind(func, args)
         self._kernels[phase] += calls * self._device.seconds(kind, flops / calls, moved / calls, touched[0].dtype)
