@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.vision.classification import Classification
 from tests.inside import product
 from trainer.launch.rendezvous import Launch
 from trainer.messages import FatalRunError
@@ -277,18 +279,49 @@ class Counts(nn.Module):
     def forward(self, x):
         self.calls += 1
         return self.layer(x.flatten(1)) * self.calls
+
+
+class Scaled(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(64, num_classes), 1.0
+
+    def forward(self, x):
+        x = self.layer(x.flatten(1)) * self.scale
+        return x if self.training else x * float(x[0, 0].item() + 2)  # a graph ends here
 """
 
 
-def test_a_step_refuses_what_python_counts_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """Run a network of a lab with `compile.mode=step` or other words; returns what the run has written."""
     monkeypatch.syspath_prepend(str(tmp_path))
     models = tmp_path / "counts" / "conf" / "model"
     models.mkdir(parents=True)
     (tmp_path / "counts" / "__init__.py").write_text(COUNTS)
     (models / "counts.yaml").write_text("_target_: counts.Counts\nnum_classes: ${data.num_classes}\n")
-    words = ["--config-dir", "counts/conf", "model=counts", "compile.mode=step", "loop.steps=3", "run.dir=run"]
-    with (
-        patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward),
-        pytest.raises(FatalRunError, match="a step changes calls, which the graph holds as it was"),
-    ):
-        product(Launch(), tmp_path, words)
+    (models / "scaled.yaml").write_text("_target_: counts.Scaled\nnum_classes: ${data.num_classes}\n")
+
+    def run(name: str, *words: str) -> list[dict[str, Any]]:
+        lab = ["--config-dir", "counts/conf", "precision=fp64", "loop.steps=9", "strategy=single"]
+        lab += ["loop.log_every=1", "loop.eval_every=3", "loop.eval_batch=100", "device=cpu"]
+        assert product(Launch(), tmp_path, [*lab, *words, f"run.dir={name}"]) == 0
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    with patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
+        yield run
+    torch.compiler.reset()
+
+
+def test_a_step_refuses_what_python_counts_in_it(counting: Any) -> None:
+    with pytest.raises(FatalRunError, match="in 4 steps running calls changed, and each time a graph was made anew"):
+        counting("counted", "model=counts", "compile.mode=step")
+
+
+def test_a_step_knows_when_a_number_of_python_changes(counting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_step(self: Any, network: Any, step: int) -> None:
+        network.scale = 1.0 if step < 4 else 1.5
+
+    monkeypatch.setattr(Classification, "after_step", after_step)
+    plain, compiled = counting("plain", "model=scaled"), counting("step", "model=scaled", "compile.mode=step")
+    assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in plain], abs=1e-10)

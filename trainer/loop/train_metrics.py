@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Any
@@ -187,10 +187,13 @@ class StepMonitor:
                 self._log.say(f"note        {jump.what}: wrong samples, or too high a learning rate")
         # each tensor rank has its own sum: the others do not know yet what one of them finds here
         self._lookout.note(not math.isfinite(float(line["loss_mean"])))
-        for note in (*self._pace.read(), *self._model.heard()):
-            self._log.say(f"note        {note}")
+        self._write_notes(self._pace.read())
         self._copies.check()
         self._model.watch.lap("log")
+
+    def _write_notes(self, notes: Sequence[str] = ()) -> None:
+        for note in (*notes, *self._model.heard()):
+            self._log.say(f"note        {note}")
 
     def spike_state(self) -> dict[str, Any]:
         """Collective where jumps are a reason to go back: what a checkpoint keeps, to find the same ones again."""
@@ -207,5 +210,6 @@ class StepMonitor:
         self._lookout.check_state(*broken)
 
     def resume(self) -> None:
-        """Start the clock again, after an evaluation or a save."""
+        """Start the clock again, after an evaluation or a save, and write what was new in it."""
+        self._write_notes()
         self._meter.resume()

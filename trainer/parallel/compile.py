@@ -36,6 +36,8 @@ class CompileSettings:
 class NoCompiler:
     """Compiles nothing."""
 
+    graphs = 0  # made until now
+
     def wants_units(self, plan: Plan) -> bool:
         """Are units to be found, so that each is compiled by itself?"""
         return False
@@ -57,7 +59,7 @@ class Compiler(NoCompiler):
     def __init__(self, settings: CompileSettings, sample_modes: Sequence[type[TorchFunctionMode]]) -> None:
         """sample_modes: what gives samples their random numbers; a graph may then not draw torch's."""
         self.settings, self._sample_modes = settings, sample_modes
-        self._graphs, self._seconds = 0, 0.0
+        self.graphs, self._seconds = 0, 0.0  # made until now, and how long that took
         self.backend = self._compile_graph  # one object: by it torch knows which graphs units may share
         self._said = 0  # of the graphs
 
@@ -108,7 +110,7 @@ class Compiler(NoCompiler):
         began = monotonic()
         mode = self.settings.mode if self.settings.mode in ("reduce-overhead", "max-autotune") else "default"
         compiled: Any = compile_fx(graph, inputs, config_patches=list_mode_options(mode, self.settings.dynamic))
-        self._graphs, self._seconds = self._graphs + 1, self._seconds + monotonic() - began
+        self.graphs, self._seconds = self.graphs + 1, self._seconds + monotonic() - began
         return compiled
 
     @override
@@ -123,11 +125,11 @@ class Compiler(NoCompiler):
     @override
     def pop_notes(self) -> list[str]:
         """How many graphs were made since the last call."""
-        new, before, self._said = self._graphs - self._said, self._said, self._graphs
+        new, before, self._said = self.graphs - self._said, self._said, self.graphs
         if not new:
             return []
         again = "; a shape, a type or a mode was new: TORCH_LOGS=recompiles shows which" if before else ""
-        of = f"{new} more, {self._graphs} graphs in all" if before else format_count(new, "graph")
+        of = f"{new} more, {self.graphs} graphs in all" if before else format_count(new, "graph")
         return [f"compile: {of}, {self._seconds:.0f} s until now{again}"]
 
 

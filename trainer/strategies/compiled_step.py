@@ -5,12 +5,13 @@ A short step spends most of its time in Python and in calls of kernels. One grap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.adam import adam
@@ -20,12 +21,13 @@ from typing_extensions import override
 from trainer.data.nested_tensors import tensors
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.optimizer import Groups, Make, without_compiler
-from trainer.learning.task import learning_task_weights, refuse_task_gradients
+from trainer.learning.task import learning_task_weights, refuse_task_gradients, unwrap_task
 from trainer.messages import FatalRunError, Refusal, format_names
-from trainer.parallel.compile import Compiler
+from trainer.parallel.batch_gather import set_gather_span
+from trainer.parallel.compile import Compiler, without_compile
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.unused_parameters import find_always_used
-from trainer.strategies.loss import TaskNetwork, loss_shares, name_losses
+from trainer.strategies.loss import TaskNetwork, evaluation_sums, loss_shares, name_losses, zero_sums
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.recurrent_state import NoRecurrentState
 
@@ -67,10 +69,10 @@ class CompiledStepModel(ParallelModel):
         # a graph gives its gradients to the network's weights alone: nothing would show that these get some as well
         refuse_task_gradients(self.task, [*learning_task_weights(self.task, self.network)])
         assert isinstance(self.compiler, Compiler)
-        # between steps nothing changes but tensors: to ask in each whether Python is as it was takes longer than a step
-        options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        options = {"guard_filter_fn": _keep_what_may_change}
         how: Any = {"backend": self.compiler.backend, "fullgraph": True, "dynamic": False, "options": options}
         self._compiled = torch.compile(self._step, **how)
+        self._compiled_evaluation = torch.compile(self._output_and_loss, **how)
         # numbers that change between steps are tensors: a number would be part of the graph
         device = self.strategy.device
         wide = accumulation_dtype(device)
@@ -78,6 +80,9 @@ class CompiledStepModel(ParallelModel):
         self._limit = torch.zeros((), dtype=wide, device=device)
         self._fraction = torch.zeros((), dtype=self.machine.parameter_dtype, device=device)
         self._quiet_shapes: list[torch.Size] = []  # of the last batch, whose graph has drawn nothing
+        self._evaluates_in_graph, self._evaluation_draws = True, True
+        self._evaluated_shapes: list[torch.Size] = []  # of an evaluation's first batch
+        self._steps_with_graphs, self._numbers = 0, dict[str, Any]()
         self._updates = [_UPDATES[type(optimizer)](group) for group in optimizer.param_groups]
         return optimizer
 
@@ -113,20 +118,29 @@ class CompiledStepModel(ParallelModel):
         share = self._share(0)  # of the only micro-batch: a number, or a tensor that may be 0
         share = share if isinstance(share, Tensor) else self._fraction.fill_(share)
         batch = self._batch.inputs, self._batch.targets, share
-        before = self._python_numbers() if self.before_first_step else {}
+        graphs = self.compiler.graphs
         with self.rng if draws else nullcontext(), self.compute_context():
             norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
-        after = self._python_numbers() if before else {}
-        if changed := [name for name, value in after.items() if before.get(name) != value]:
-            raise FatalRunError(
-                f"compile.mode=step: a step changes {format_names(changed, 5)}, which the graph holds as it was in the"
-                " first step; make it a tensor (register_buffer), or use compile.mode=default"
-            )
+        self._refuse_a_graph_a_step(self.compiler.graphs > graphs)
         self._quiet_shapes = [] if self.rng.has_drawn_in_graphs() else shapes
         self._losses.update(losses)
         self.before_first_step = False
         self.strategy.use_step_timeout()
         return None if max_norm is None else norm
+
+    def _refuse_a_graph_a_step(self, is_new: bool) -> None:
+        """FatalRunError if several steps running had no graph: each would compile for seconds."""
+        self._steps_with_graphs = self._steps_with_graphs + 1 if is_new else 0
+        if self._steps_with_graphs == 1:
+            self._numbers = self._python_numbers()
+        if self._steps_with_graphs > _GRAPHS_RUNNING:
+            changed = [name for name, value in self._python_numbers().items() if self._numbers.get(name) != value]
+            cause = f"{format_names(changed, 5)} changed" if changed else "batches had other shapes, or Python changed"
+            raise FatalRunError(
+                f"compile.mode=step: in {self._steps_with_graphs} steps running {cause}, and each time a graph was made"
+                " anew; make a number that changes a tensor (register_buffer), and batches of one shape, or use"
+                " compile.mode=default"
+            )
 
     def _python_numbers(self) -> dict[str, Any]:
         """What the network's modules and the task hold beside tensors, by name; it is a constant of the graph."""
@@ -137,6 +151,40 @@ class CompiledStepModel(ParallelModel):
             for key, value in getattr(held, "__dict__", {}).items()
             if isinstance(value, int | float | str) and not key.startswith("draw_")  # those are of the random numbers
         }
+
+    @override
+    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor | float]:
+        if self.before_first_step or not self._evaluates_in_graph:
+            return super().evaluate(batch, valid)
+        shapes = [x.shape for x in tensors((batch.inputs, batch.targets))]
+        self._evaluated_shapes = self._evaluated_shapes or shapes
+        if shapes != self._evaluated_shapes:  # as a rule the last batch: a graph would take longer than it does
+            with without_compile():
+                return super().evaluate(batch, valid)
+        self.set_mode(training=False)
+        self.watch.phases_done += 1  # for the watchdog: an evaluation may take hours
+        if draws := self._evaluation_draws:
+            self.rng.begin_evaluation(batch.indices)
+        rng, autocast = self.rng if draws else nullcontext(), self.machine.autocast(self.strategy.device)
+        with rng, self.compute_context(), set_gather_span(batch.span), autocast:
+            x, y = self.memory_format.cast((batch.inputs, batch.targets))
+            try:
+                output, loss = self._compiled_evaluation(x, y)
+            except RuntimeError:  # what is not trained need not be one graph; a mistake comes again below
+                self._evaluates_in_graph = False
+                return super().evaluate(batch, valid)
+            sums = evaluation_sums(self.task, lambda *_: loss, output, y, batch.indices.numel())
+        self._evaluation_draws = self.rng.has_drawn_in_graphs()
+        return sums if valid else zero_sums(sums)
+
+    def _output_and_loss(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """What is compiled of an evaluation; metrics are Python's, which may count and look at numbers."""
+
+        def compute() -> tuple[Any, Any]:
+            output = self.step_module(x, y)
+            return output, unwrap_task(self.task).loss(output, y)
+
+        return self.rng.call_in_graph(compute)
 
     def _step(
         self,
@@ -174,7 +222,23 @@ class CompiledStepModel(ParallelModel):
         return norm, losses
 
 
+_GRAPHS_RUNNING = 3  # steps running that may need a graph of their own
+
 Moments = dict[str, list[Tensor]]  # of an optimizer, for the parameters of a group in their order
+
+
+def _keep_what_may_change(guards: Sequence[Any]) -> list[bool]:
+    """What is asked before each step: are batches of the same shapes, and numbers in Python the same?
+
+    To ask whether modules, hooks and functions are as they were takes longer than a step, and they are.
+    """
+    return [
+        not isinstance(guard.value, nn.Parameter)
+        if guard.guard_type == "TENSOR_MATCH"
+        # those of draws are set by whoever counts them
+        else isinstance(guard.value, bool | int | float | str | None) and guard.has_value and "draw_" not in guard.name
+        for guard in guards
+    ]
 
 
 class _SGDUpdate:
