@@ -289,6 +289,11 @@ class Scaled(nn.Module):
     def forward(self, x):
         x = self.layer(x.flatten(1)) * self.scale
         return x if self.training else x * float(x[0, 0].item() + 2)  # a graph ends here
+
+
+class Noisy(Scaled):
+    def forward(self, x):
+        return nn.functional.dropout(self.layer(x.flatten(1)) * self.scale, 0.2)  # in evaluations, too
 """
 
 
@@ -299,8 +304,9 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     models = tmp_path / "counts" / "conf" / "model"
     models.mkdir(parents=True)
     (tmp_path / "counts" / "__init__.py").write_text(COUNTS)
-    (models / "counts.yaml").write_text("_target_: counts.Counts\nnum_classes: ${data.num_classes}\n")
-    (models / "scaled.yaml").write_text("_target_: counts.Scaled\nnum_classes: ${data.num_classes}\n")
+    for kind in ("Counts", "Scaled", "Noisy"):
+        text = f"_target_: counts.{kind}\nnum_classes: ${{data.num_classes}}\n"
+        (models / f"{kind.lower()}.yaml").write_text(text)
 
     def run(name: str, *words: str) -> list[dict[str, Any]]:
         lab = ["--config-dir", "counts/conf", "precision=fp64", "loop.steps=9", "strategy=single"]
@@ -318,10 +324,14 @@ def test_a_step_refuses_what_python_counts_in_it(counting: Any) -> None:
         counting("counted", "model=counts", "compile.mode=step")
 
 
-def test_a_step_knows_when_a_number_of_python_changes(counting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["model=scaled", "model=noisy"])
+def test_a_step_knows_when_a_number_or_what_is_frozen_changes(
+    counting: Any, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
     def after_step(self: Any, network: Any, step: int) -> None:
         network.scale = 1.0 if step < 4 else 1.5
+        network.layer.bias.requires_grad_(step < 6)
 
     monkeypatch.setattr(Classification, "after_step", after_step)
-    plain, compiled = counting("plain", "model=scaled"), counting("step", "model=scaled", "compile.mode=step")
+    plain, compiled = counting("plain", model), counting("step", model, "compile.mode=step")
     assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in plain], abs=1e-10)

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.adam import adam
@@ -154,8 +154,12 @@ class CompiledStepModel(ParallelModel):
 
     @override
     def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor | float]:
-        if self.before_first_step or not self._evaluates_in_graph:
+        if not self._evaluates_in_graph:
             return super().evaluate(batch, valid)
+        if self.before_first_step:  # a trial, which runs as it is written and shows whether anything draws
+            sums = super().evaluate(batch, valid)
+            self._evaluation_draws = self.rng.has_drawn()
+            return sums
         shapes = [x.shape for x in tensors((batch.inputs, batch.targets))]
         self._evaluated_shapes = self._evaluated_shapes or shapes
         if shapes != self._evaluated_shapes:  # as a rule the last batch: a graph would take longer than it does
@@ -174,7 +178,6 @@ class CompiledStepModel(ParallelModel):
                 self._evaluates_in_graph = False
                 return super().evaluate(batch, valid)
             sums = evaluation_sums(self.task, lambda *_: loss, output, y, batch.indices.numel())
-        self._evaluation_draws = self.rng.has_drawn_in_graphs()
         return sums if valid else zero_sums(sums)
 
     def _output_and_loss(self, x: Any, y: Any) -> tuple[Any, Any]:
@@ -218,7 +221,11 @@ class CompiledStepModel(ParallelModel):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             clipped: dict[Tensor, Tensor] = {weight: gradients[name] * factor for name, weight in trained.items()}
             for update, group, state, rate in zip(self._updates, groups, states, rates, strict=True):
-                update(group, [clipped[weight] for weight in group], state, rate)
+                moved = [index for index, weight in enumerate(group) if weight in clipped]  # what a task may freeze
+                moments = {name: [values[index] for index in moved] for name, values in state.items()}
+                group = [group[index] for index in moved]
+                if group:
+                    update(group, [clipped[weight] for weight in group], moments, rate)
         return norm, losses
 
 
@@ -228,15 +235,14 @@ Moments = dict[str, list[Tensor]]  # of an optimizer, for the parameters of a gr
 
 
 def _keep_what_may_change(guards: Sequence[Any]) -> list[bool]:
-    """What is asked before each step: are batches of the same shapes, and numbers in Python the same?
+    """What is asked before each step: are tensors of the same shapes, and numbers in Python the same?
 
     To ask whether modules, hooks and functions are as they were takes longer than a step, and they are.
     """
     return [
-        not isinstance(guard.value, nn.Parameter)
-        if guard.guard_type == "TENSOR_MATCH"
+        guard.guard_type == "TENSOR_MATCH"
         # those of draws are set by whoever counts them
-        else isinstance(guard.value, bool | int | float | str | None) and guard.has_value and "draw_" not in guard.name
+        or (isinstance(guard.value, bool | int | float | str | None) and guard.has_value and "draw_" not in guard.name)
         for guard in guards
     ]
 

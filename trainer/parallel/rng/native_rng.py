@@ -48,8 +48,12 @@ class TorchRNG:
         """Call a function, of which the network is a part, in a graph that is being made."""
         return function(*args)
 
+    def has_drawn(self) -> bool:
+        """May anything have been drawn since a forward began? torch's own generators do not tell."""
+        return True
+
     def has_drawn_in_graphs(self) -> bool:
-        """May a graph have drawn? torch's own generators do not tell."""
+        """May a graph have drawn?"""
         return True
 
     def begin_forward(self, indices: Tensor, step: int, *place: int) -> None:
