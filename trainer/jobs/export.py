@@ -109,7 +109,8 @@ def prepared_program(run: RunParts, network: nn.Module) -> Program:
             " preparation(self) -> Preparation of the data says it, or job.prepared=false"
         )
     # without gradients: nobody learns through an exported program
-    program = _WithPreparation(run.task, network, preparation.module, _float_dtype(run)).eval().requires_grad_(False)
+    real = run.machine.parameter_dtype
+    program = _WithPreparation(run.task, network, preparation.module, real).eval().requires_grad_(False)
     try:
         with torch.no_grad():
             probabilities = program(preparation.example)
@@ -139,18 +140,11 @@ def preparation_of(data: Data) -> Preparation | None:
 
 def network_program(run: RunParts, network: nn.Module) -> Program:
     """The network as the task calls it, with samples as the data prepares them."""
-    args, kwargs = cast_floats(_find_call(run, network), _float_dtype(run))
+    args, kwargs = cast_floats(_find_call(run, network), run.machine.parameter_dtype)
     preparation = preparation_of(run.data)
-    takes = preparation.ready if preparation else ", ".join(_format_shape(x) for x in tensors((args, kwargs)))
+    shapes = ", ".join(f"{x.dtype} {('B', *x.shape[1:])}" for x in tensors((args, kwargs)))
+    takes = preparation.ready if preparation else shapes.replace("torch.", "").replace("'", "")
     return Program(network, args, kwargs, takes, "the network's output")
-
-
-def _float_dtype(run: RunParts) -> torch.dtype:
-    return torch.float64 if run.machine.resolved_precision == "fp64" else torch.float32
-
-
-def _format_shape(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {('B', *x.shape[1:])}".replace("'", "")
 
 
 class _Call(Exception):
@@ -286,8 +280,7 @@ def _move_into_place(draft: Path, folder: Path, path: Path) -> int:
     new = {file.name for file in draft.iterdir()}
     for stale in ({path, index} if path != folder else set()) - {folder / name for name in new}:
         stale.unlink(missing_ok=True)
-    files = [file.replace(folder / file.name) for file in sorted(draft.iterdir())]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.replace(folder / file.name).stat().st_size for file in sorted(draft.iterdir()))
 
 
 def _weights(run: RunParts, checkpoint: Path, average: bool, folder: Path, name: str) -> str:

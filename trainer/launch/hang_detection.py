@@ -190,10 +190,8 @@ class RankWatchdog(Watchdog):
         if error is not None and self._was_asleep() and (first := self._run_failure()) is not None:
             self._leave(first, self._listening)
 
-    # Answering the others.
-
     def _listen(self) -> None:
-        """In a thread of its own: answer roll calls, and leave once the run has ended without this rank."""
+        """In a thread of its own: answer the others' roll calls, and leave once the run has ended without this rank."""
         while not self._over.wait(INTERVAL):
             asleep, self._listened_at = self._was_asleep(), monotonic()
             if (first := self._run_failure()) is not None:
@@ -236,8 +234,6 @@ class RankWatchdog(Watchdog):
         progress, (line, waits) = self._progress(), current_line(self._main_thread)
         self._listening.answer(number, RollCallAnswer(progress.step, progress.phases, line, waits))
         self._log_stacks("the ranks ask each other who holds up the run")
-
-    # Asking the others.
 
     def _report_after(self, progress: RankProgress, reports: int) -> float:
         """When to ask the others: now and then, and when the time is up."""

@@ -90,9 +90,8 @@ class WandB(ServiceSink):
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """Make the run there, or take it up again."""
         # in the main thread, as it may ask for a key; what cannot be sent is kept in files
-        if not self.call_guarded(partial(self._begin, folder)) and self.call_guarded(
-            partial(self._begin, folder, "offline")
-        ):
+        calls = partial(self._begin, folder), partial(self._begin, folder, "offline")
+        if not self.call_guarded(calls[0]) and self.call_guarded(calls[1]):
             self.warn(f"kept in {folder / 'wandb'}; to send it later: wandb sync {folder / 'wandb'}/offline-run-*")
 
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:

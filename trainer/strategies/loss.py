@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from trainer.data.nested_tensors import cast_floats, map_tensors, replace_tensors, tensors
 from trainer.launch.devices import accumulation_dtype
-from trainer.learning.task import Task, loss_weight
+from trainer.learning.task import Task, loss_weight, refuse_task_gradients, task_weights_with_gradient
 from trainer.messages import Refusal
 from trainer.parallel.buckets import to_accumulator, to_summand
 from trainer.parallel.float8_linear import convert_to_float8
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.strategies.machine import Machine
 
 
@@ -67,7 +67,14 @@ def to_float64(network: nn.Module) -> nn.Module:
     return network.to(torch.float64)
 
 
-def check_gradient_layouts(network: nn.Module) -> None:
+def check_first_gradients(task: Task, network: nn.Module, ranks: Ranks) -> None:
+    """Collective, before a first step: RuntimeError or Refusal if a step would not do with them what the loss says."""
+    _check_gradient_layouts(network)
+    of_ranks = gather_exceptions(ranks, task_weights_with_gradient(task, network))  # all ranks; as a rule nothing
+    refuse_task_gradients(task, next(filter(None, of_ranks), []))
+
+
+def _check_gradient_layouts(network: nn.Module) -> None:
     """RuntimeError if a gradient has another memory layout than its parameter, as one made by hand may have.
 
     Fused optimizers read memory, not indices: they would learn something else without a word.

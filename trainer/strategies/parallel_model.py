@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.learning.optimizer import Groups, Make
 from trainer.learning.parallel_plan import Plan
-from trainer.learning.task import Task, refuse_task_gradients, task_weights_with_gradient
+from trainer.learning.task import Task
 from trainer.learning.weight_switch import NoWeightSwitch
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.activation_offload import make_offload
@@ -27,7 +27,7 @@ from trainer.parallel.optimizer_state import (
     refuse_checkpoint_shapes,
     restore_optimizer,
 )
-from trainer.parallel.ranks import Ranks, gather_exceptions
+from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng.compiled_rng import make_rng
 from trainer.parallel.rng.native_rng import TorchRNG
 from trainer.parallel.step_counters import StepCounters
@@ -37,7 +37,7 @@ from trainer.strategies.loss import (
     MemoryFormat,
     accumulate_losses,
     backward,
-    check_gradient_layouts,
+    check_first_gradients,
     evaluation_sums,
     loss_shares,
     name_losses,
@@ -214,10 +214,7 @@ class ParallelModel:
         """Collective: unscale, clip to the true global norm (inf: not at all), step, zero. None: no norm."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.before_first_step:
-            check_gradient_layouts(self.network)
-            names = task_weights_with_gradient(self.task, self.network)
-            of_ranks = gather_exceptions(self.strategy.world, names)  # all ranks, once; as a rule nothing
-            refuse_task_gradients(self.task, next(filter(None, of_ranks), []))
+            check_first_gradients(self.task, self.network, self.strategy.world)
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
             # first, so that the norm is that of the true gradients; an overflow shows in it on every rank
@@ -311,8 +308,8 @@ class ParallelModel:
     def empty_weights(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """The same for the network and its average alone."""
         refuse_checkpoint_shapes(self.shapes, stored)
-        space = {name: torch.empty_like(value) for name, value in self.network.state_dict().items()}
-        return space | self.average.empty(stored)
+        weights = self.network.state_dict()
+        return {name: torch.empty_like(value) for name, value in weights.items()} | self.average.empty(stored)
 
     def load_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
         """Take over a state, whichever strategy wrote it."""
