@@ -105,6 +105,17 @@ def test_a_gpu_puts_many_pieces_together_by_few_kernels() -> None:
 
 
 @pytest.mark.long
+def test_tokens_travel_to_experts_in_even_shares(tmp_path: Path) -> None:
+    words = ["model=moe_nano", "model.width=32", "model.depth=2", "data=synthetic_tokens", "data.length=64"]
+    words += ["strategy=fsdp", "strategy.expert=2", "job.processes=[2]", "job.strategies=[own]", "loop.global_batch=8"]
+    facts, _ = plan(tmp_path, network=words)
+    (row,) = facts["rows"]
+    # one block has experts; each of 4 samples × 64 tokens goes to two of 8: there and back, and so do the gradients;
+    # before them how many rows each expert gets
+    assert collective(row, "all-to-all") == 4 * (4 * 64 * 2) * 32 * 4 + 8 * 8
+
+
+@pytest.mark.long
 def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
     wide = ("model.width=1024", "model.depth=1", "loop.global_batch=128")
     facts, screen = plan(tmp_path, *wide, "job.processes=[1024]", "job.device=h100", "job.strategies=[ddp,fsdp,hsdp]")

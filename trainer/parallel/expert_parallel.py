@@ -155,7 +155,7 @@ def _compute_elsewhere(compute: Callable[..., Tensor], held: int, ranks: Ranks, 
         counts = chosen.new_zeros(experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
         counts = counts.view(ranks.size, -1)  # (ranks, experts of a rank)
         arriving = ranks.all_to_all(counts)  # the expert ranks; how many rows come for each expert here
-        sends, receives = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        sends, receives = (_known(each.sum(1), len(rows)) for each in (counts, arriving))
         # rows arrive rank by rank: (rows here,) the number of each one's expert here
         each = torch.arange(arriving.shape[1], device=rows.device).repeat(ranks.size)
         numbers = each.repeat_interleave(arriving.flatten(), output_size=sum(receives))
@@ -167,6 +167,11 @@ def _compute_elsewhere(compute: Callable[..., Tensor], held: int, ranks: Ranks, 
     results = compute(here[order], numbers)[back]
     returned = _Exchange.apply(results, ranks, receives, sends)  # the expert ranks; what came of them
     return torch.cat([returned, returned.new_zeros(len(rows) - kept, rows.shape[1])])
+
+
+def _known(counts: Tensor, rows: int) -> list[int]:
+    """Rows of each rank as the host knows them; of a shape without values, as a plan has it, even shares."""
+    return counts.tolist() if type(counts) is Tensor else [rows // len(counts)] * len(counts)
 
 
 class _Exchange(torch.autograd.Function):
