@@ -118,6 +118,7 @@ def sharded(s: Sizes) -> float:
 NEEDED: dict[str, Callable[[Sizes], float]] = {
     "ddp": lambda s: 2 * passed(s.P, s.n),
     "ddp strategy.compress=bf16": lambda s: 2 * passed(s.P / 2, s.n),
+    "ddp loop.on_nonfinite=skip": lambda s: 2 * passed(s.P, s.n),
     "ddp strategy.sync_bn=true": lambda s: 2 * passed(s.P + 4 * s.N, s.n),
     "zero1": lambda s: s.P + s.P,  # gradients to the owners, weights back from them
     "fsdp": lambda s: passed(s.P + s.U + s.P, s.n),  # what is in no unit is gathered once
@@ -164,6 +165,7 @@ TO_ONE: dict[str, Callable[[Sizes], float]] = {
         pytest.param(4, DECODER, "mesh strategy.context=2 strategy.tensor=2", marks=pytest.mark.long),
         pytest.param(2, TRANSFORMER, "fsdp strategy.param_dtype=bf16 loop.micro_batches=4", marks=pytest.mark.long),
         pytest.param(2, TRANSFORMER, "ddp strategy.compress=bf16", marks=pytest.mark.long),
+        pytest.param(2, TRANSFORMER, "ddp loop.on_nonfinite=skip", marks=pytest.mark.long),
         pytest.param(2, ("model=resnet18",), "ddp strategy.sync_bn=true", marks=pytest.mark.long),
     ],
 )

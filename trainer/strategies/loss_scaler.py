@@ -142,7 +142,8 @@ def should_call_optimizer(left_out: Tensor, optimizer: torch.optim.Optimizer) ->
     if all(group.get("fused") for group in optimizer.param_groups):
         optimizer.grad_scale, optimizer.found_inf = None, left_out  # type: ignore[attr-defined]
         return True
-    return not bool(left_out)
+    # of a shape without values, as a plan has it, the usual answer
+    return type(left_out) is not Tensor or not bool(left_out)
 
 
 class StepSkipper(NoScaler):

@@ -120,6 +120,8 @@ class StrategyTrial:
             rules, roles = prepared.rules, prepared.roles
             del prepared  # whose network some strategies have taken apart
             parallel.keep_average(run.settings.ema.decay, run.settings.ema.every)
+            if run.settings.loop.on_nonfinite == "skip":
+                parallel.skip_broken_steps()
             groups = parameter_groups(parallel.network, run.spare_vectors, rules, roles)
             with ledger.making("optimizer"):
                 optimizer = parallel.optimizer(run.make_optimizer, groups)
