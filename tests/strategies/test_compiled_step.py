@@ -51,6 +51,25 @@ def test_its_numbers_are_those_of_the_step_as_it_is(network: str, optimizer: str
     assert graphs
 
 
+class Scaled(nn.Linear):
+    """A learned temperature: a parameter of shape ()."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_parameter_that_is_one_number_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETWORKS, "scaled", Scaled)
+    case = SINGLE.but(network="scaled", micro_batches=1, optimizer="adamw", precision="fp32")
+    plain, compiled = train(Launch(), case), train(Launch(), case.but(compile="step"))
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert compiled["weights"]["scale"] == pytest.approx(plain["weights"]["scale"], rel=1e-5) != 2.0
+
+
 class Sometimes(nn.Module):
     """Uses one of its layers for some data alone."""
 

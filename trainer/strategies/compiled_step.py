@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, atleast_1d
 from torch.func import functional_call, grad
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.adam import adam
@@ -219,13 +219,19 @@ class CompiledStepModel(ParallelModel):
             gradients = dict(zip(gradients, sums, strict=True))
             norm = global_norm(list(gradients.values()))
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            clipped: dict[Tensor, Tensor] = {weight: gradients[name] * factor for name, weight in trained.items()}
+            # a parameter of shape () counts as (1,): a product of two 0-d tensors would have the wider type of both
+            clipped: dict[Tensor, Tensor] = {
+                weight: atleast_1d(gradients[name]) * factor for name, weight in trained.items()
+            }
             for update, group, state, rate in zip(self._updates, groups, states, rates, strict=True):
                 moved = [index for index, weight in enumerate(group) if weight in clipped]  # what a task may freeze
-                moments = {name: [values[index] for index in moved] for name, values in state.items()}
-                group = [group[index] for index in moved]
-                if group:
-                    update(group, [clipped[weight] for weight in group], moments, rate)
+                moments = {
+                    name: [values[index] if name == "step" else atleast_1d(values[index]) for index in moved]
+                    for name, values in state.items()
+                }
+                gradients_of = [clipped[group[index]] for index in moved]
+                if moved:
+                    update([atleast_1d(group[index]) for index in moved], gradients_of, moments, rate)
         return norm, losses
 
 
