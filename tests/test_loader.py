@@ -475,3 +475,17 @@ class Endless(Dataset):
 def test_data_that_cannot_be_indexed_is_refused_in_words(dataset: Any, said: str) -> None:
     with pytest.raises(Refusal, match=said):
         dataset_size(dataset)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        ([(torch.zeros(3), torch.zeros(3), 0)] * 4, "gives 3 parts"),
+        ([{"image": torch.zeros(3), "label": 0}] * 4, "gives a dict of image, label"),
+        ([torch.zeros(3)] * 4, "gives a Tensor alone"),  # whose batch of two would come apart into two rows
+        (TensorDataset(torch.zeros(4, 3)), "gives 1 part"),
+    ],
+)
+def test_samples_that_are_no_input_and_target_are_refused(dataset: Any, said: str) -> None:
+    with pytest.raises(Refusal, match=rf"a sample is \(input, target\), and this set {said}\."):
+        list(make_reader(dataset, Data().collate, 0, LoaderOptions(workers=0), False)(0, [torch.tensor([0, 1])]))

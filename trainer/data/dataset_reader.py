@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer.data.data import Data
 from trainer.data.rng import SeededDataset
 from trainer.launch.stop_signals import obey_parent_only
-from trainer.messages import BadData
+from trainer.messages import BadData, Refusal, format_count
 
 _MAX_WORKERS = 32  # of a rank, if the configuration leaves the number to us: machines have 24 to 28 cores for each GPU
 
@@ -43,7 +43,21 @@ def make_reader(
         return _ItemReader(dataset, collate, seed, loading, pin).read
     if batch := getattr(dataset, "batch", None):
         return lambda epoch, lists: ((indices, *batch(indices)) for indices in lists)
+    if len(dataset.tensors) != 2:
+        raise _not_a_pair(dataset.tensors)
     return lambda epoch, lists: _index_columns(dataset.tensors, lists)
+
+
+def _not_a_pair(batch: Any) -> Refusal:
+    """What to say of samples, or of a batch of them, that are no (input, target)."""
+    if isinstance(batch, Mapping):
+        got = f"a dict of {', '.join(map(str, batch))}"
+    else:
+        got = format_count(len(batch), "part") if isinstance(batch, tuple | list) else f"a {type(batch).__name__} alone"
+    return Refusal(
+        f"data: a sample is (input, target), and this set gives {got}. Both may be dicts, tuples or lists of tensors;"
+        " where there is no target, give the input twice. Or a method collate(self, items) of the data makes a pair"
+    )
 
 
 def is_read_by_item(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
@@ -109,8 +123,10 @@ class _ItemReader:
         # workers stay alive between epochs: new lists reach them through the batch sampler
         self._lists.set(epoch, ahead)
         try:
-            for indices, (inputs, targets) in zip(lists, self._loader, strict=True):
-                yield indices, inputs, targets
+            for indices, batch in zip(lists, self._loader, strict=True):
+                if not isinstance(batch, tuple | list) or len(batch) != 2:
+                    raise _not_a_pair(batch)
+                yield indices, *batch
         except BadData as error:
             # a worker process passes its whole traceback on as the message: the sentence is its last line
             raise BadData(str(error).strip().splitlines()[-1].rpartition(f"{BadData.__name__}: ")[2]) from None
