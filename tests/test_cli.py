@@ -73,10 +73,11 @@ MISTAKES = [  # words, what the one message contains
     ("strategy=ddp_tp strategy.tensor=3", "3", "tensor"),
     ("device=cuda", "no GPU", "device=cpu"),
     ("profile=true loop.steps=5", "steps 10 to 12", "profile=[2,4]"),
+    ("~model +model._target_=torch.nn.LazyLinear +model.out_features=10", "weight has no size", "give its layer the size"),
 ]
 
 
-QUICK = [0, 3, 8, 10, 13, 15, 18, 20, 21, 22]  # where in a start it is noticed
+QUICK = [0, 3, 8, 10, 13, 15, 18, 20, 21, 22, 23]  # where in a start it is noticed
 
 
 @pytest.mark.parametrize(("words", "wrong", "remedy"), quickly(MISTAKES, *(MISTAKES[number] for number in QUICK)))

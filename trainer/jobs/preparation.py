@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from trainer.data.data import Data
 from trainer.data.dataset_reader import LoaderOptions
@@ -156,7 +157,14 @@ def determinism_advice(error: BaseException) -> str:
 def seeded_network(run: RunParts) -> nn.Module:
     """The network as its constructor makes it from the seed, whatever the strategy; some of it may be frozen."""
     seed_all(run.settings.seed)  # Python, NumPy and torch
-    return freeze(run.make_network(), run.settings.model.freeze)
+    network = run.make_network()
+    for name, parameter in network.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise Refusal(
+                f"model: {name} has no size before a first forward (nn.Lazy…); give its layer the size, or let a"
+                " function that builds the network call it once"
+            )
+    return freeze(network, run.settings.model.freeze)
 
 
 def build_weights_on_main(run: PreparedRun, start: CheckpointInfo | None) -> None:
