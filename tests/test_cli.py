@@ -73,7 +73,7 @@ MISTAKES = [  # words, what the one message contains
     ("strategy=ddp_tp strategy.tensor=3", "3", "tensor"),
     ("device=cuda", "no GPU", "device=cpu"),
     ("profile=true loop.steps=5", "steps 10 to 12", "profile=[2,4]"),
-    ("~model +model._target_=torch.nn.LazyLinear +model.out_features=10", "weight has no size", "give its layer the size"),
+    ("~model +model._target_=torch.nn.LazyLinear +model.out_features=10", "weight has no size", "give its layer"),
 ]
 
 

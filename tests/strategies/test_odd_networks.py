@@ -18,7 +18,10 @@ from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Pl
 from trainer import Plan, Task
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
+from trainer.strategies.ddp import DDP
+from trainer.strategies.fsdp import FSDP
 from trainer.strategies.tp import TP
+from trainer.strategies.zero1 import Zero1
 
 
 class Buffers(Net):
@@ -116,6 +119,14 @@ def test_they_train_to_the_curve_of_one_process(
     for rank in processes.run(size, with_special, network, task, case):
         assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-10
         assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP, Zero1])
+def test_an_embedding_that_changes_its_weights_in_a_forward_is_refused(strategy: Any) -> None:
+    network = nn.Sequential(nn.Embedding(3, WIDTH, max_norm=1.0), Net())
+    with pytest.raises(Refusal, match=r"the embedding 0 has max_norm: .* train on one data rank"):
+        strategy().check(Plain(), network, 2)
+    DDP().check(Plain(), network, 1)
 
 
 def test_tied_parameters_are_not_cut_apart() -> None:

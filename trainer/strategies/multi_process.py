@@ -56,10 +56,19 @@ class Joined(Strategy):
 
     @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse a device whose tensors cannot be sent, and BatchNorms that cannot be synchronised if they should."""
+        """Refuse a device whose tensors cannot be sent, and layers that several data ranks cannot compute alike."""
         refuse_backend(self.machine.kind, self.machine.backend)
-        if self.sync_bn and self.data_ranks(world_size) > 1:
+        if self.data_ranks(world_size) == 1:
+            return
+        if self.sync_bn:
             refuse_custom_batch_norms(network)
+        for name, module in network.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and not self.own_curve:
+                raise Refusal(
+                    f"the embedding {name or 'itself'} has max_norm: its forward changes weights, on each data rank"
+                    " those of its own samples. Build it without, and limit what it gives in the network's forward;"
+                    " or train on one data rank"
+                )
 
     def refuse_sparse(self, network: nn.Module) -> None:
         """Refuse embeddings with sparse gradients, for strategies that send dense ones."""
