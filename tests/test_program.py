@@ -13,13 +13,14 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.vision.augment import Augment
 from recipes.vision.digits import Digits
 from tests.inside import here, product
 from tests.quick import quickly
 from tests.recipes.test_folder import picture
+from trainer.jobs.export import Program
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -162,3 +163,15 @@ def test_what_cannot_be_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.
         here(*lab, "run.dir=lab-run", "job=export", "job.prepared=true")
     assert here(*lab, "run.dir=lab-run", "job=export", "job.format=pt2") == 0
     assert json.loads(Path("lab-run/export/model.json").read_text())["input"] == "float32 (B, 1, 8, 8)"
+
+
+class Paired(nn.Module):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["left"] - batch["right"]
+
+
+def test_a_network_of_one_dict_is_written_for_other_runtimes(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    sides = {"left": torch.ones(2, 3), "right": torch.zeros(2, 3)}
+    Program(Paired().eval(), (sides,), {}, "", "").save_onnx(tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").stat().st_size > 0

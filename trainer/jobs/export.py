@@ -66,7 +66,7 @@ class Program:
             raise Refusal("job.format=onnx needs the package onnxscript: pip install -e '.[onnx]'") from error
         torch.onnx.export(
             self.module,
-            self.args,
+            (*self.args, {}),  # a dict that comes last would be taken for the arguments with names; an input may be one
             path,
             kwargs=self.kwargs,
             dynamo=True,
