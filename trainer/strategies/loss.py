@@ -150,8 +150,21 @@ def unflatten_output(flat: Forward) -> Forward:
 
 
 def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
-    """The one number to minimise: a loss, or the sum of its parts."""
-    return torch.stack(list(loss.values())).sum() if isinstance(loss, dict) else loss
+    """The one number to minimise: a loss, or the sum of its parts. Refusal where it is none."""
+    parts = loss if isinstance(loss, dict) else {}
+    if "loss" in parts:
+        raise Refusal(
+            "Task.loss: a part may not be called loss. Parts are added up: a total among them would count twice."
+            " Return the total alone, or its parts under other names"
+        )
+    each: dict[str, Any] = {**parts} or {"": loss}
+    for name, part in each.items():
+        # a number alone: where an evaluation has no loss, as detection
+        if part.dim() if isinstance(part, Tensor) else name or not isinstance(part, int | float):
+            got = f"of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"of type {type(part).__name__}"
+            where = f"its part {name}" if name else "what it returns"
+            raise Refusal(f"Task.loss: {where} is {got}; it must be a tensor of one number, shape (), such as a mean")
+    return torch.stack(list(parts.values())).sum() if parts else loss  # type: ignore[return-value]
 
 
 def name_losses(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
