@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,25 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     with patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
         yield run
     torch.compiler.reset()
+
+
+def test_a_step_and_an_evaluation_are_one_graph_each(counting: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    counting("steady", "model=noisy", "compile.mode=step", "log=[console]")
+    counting("quiet", "model=mlp", "compile.mode=step", "log=[console]")
+    assert re.findall(r"compile: (.*), \d+ s until now", capsys.readouterr().out) == [
+        *["1 graph", "1 more, 2 graphs in all"] * 2,
+    ]
+
+
+def test_a_step_that_cannot_be_one_graph_is_refused_with_its_line(
+    counting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(self: Any, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * len({print("never in a graph"), *map(id, target.tolist())})
+
+    monkeypatch.setattr(Classification, "loss", loss)
+    with pytest.raises(FatalRunError, match=rf"cannot be one graph: .* at {__file__}:\d+; use compile\.mode=default"):
+        counting("broken", "model=mlp", "compile.mode=step")
 
 
 def test_a_step_refuses_what_python_counts_in_it(counting: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
@@ -15,8 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+import trainer
 from trainer.learning.parallel_plan import Plan
-from trainer.messages import format_count
+from trainer.messages import FatalRunError, first_line, format_count
 
 # Functions that torch's tracer does not show to a function mode: in a graph they would draw torch's own numbers. Their
 # operators are known by these names alone.
@@ -145,6 +148,35 @@ def without_compile() -> AbstractContextManager[Any]:
     """
     # where nothing has imported the compiler nothing is compiled, and its import takes a third of a start
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def keep_changing_guards(guards: Sequence[Any]) -> list[bool]:
+    """What is asked before each step: are tensors of the same shapes, and numbers in Python the same?
+
+    To ask whether modules, hooks and functions are as they were takes longer than a step, and they are.
+    """
+    return [
+        guard.guard_type == "TENSOR_MATCH"
+        or (isinstance(guard.value, bool | int | float | str | None) and guard.has_value)
+        for guard in guards
+    ]
+
+
+@contextmanager
+def explain_graph_errors() -> Iterator[None]:
+    """FatalRunError where torch cannot make one graph of a step, with the line of the user's code."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("torch._dynamo"):
+            raise
+        inside = tuple(os.path.dirname(str(module.__file__)) for module in (torch, trainer))
+        places = re.findall(r'File "(.+)", line (\d+)', str(error))
+        places = [f", at {file}:{line}" for file, line in places if not file.startswith(inside)]
+        raise FatalRunError(
+            f"compile.mode=step: the step cannot be one graph: {first_line(error)}{(places or [''])[-1]}; use"
+            " compile.mode=default"
+        ) from error
 
 
 def set_async_tensor_parallel(is_on: bool) -> None:

@@ -5,7 +5,6 @@ A short step spends most of its time in Python and in calls of kernels. One grap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from math import inf
 from typing import Any
@@ -24,7 +23,7 @@ from trainer.learning.optimizer import Groups, Make, without_compiler
 from trainer.learning.task import learning_task_weights, refuse_task_gradients, unwrap_task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.batch_gather import set_gather_span
-from trainer.parallel.compile import Compiler, without_compile
+from trainer.parallel.compile import Compiler, explain_graph_errors, keep_changing_guards, without_compile
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.unused_parameters import find_always_used
 from trainer.strategies.loss import TaskNetwork, evaluation_sums, loss_shares, name_losses, zero_sums
@@ -69,7 +68,7 @@ class CompiledStepModel(ParallelModel):
         # a graph gives its gradients to the network's weights alone: nothing would show that these get some as well
         refuse_task_gradients(self.task, [*learning_task_weights(self.task, self.network)])
         assert isinstance(self.compiler, Compiler)
-        options = {"guard_filter_fn": _keep_what_may_change}
+        options = {"guard_filter_fn": keep_changing_guards}
         how: Any = {"backend": self.compiler.backend, "fullgraph": True, "dynamic": False, "options": options}
         self._compiled = torch.compile(self._step, **how)
         self._compiled_evaluation = torch.compile(self._output_and_loss, **how)
@@ -115,11 +114,13 @@ class CompiledStepModel(ParallelModel):
         draws = shapes != self._quiet_shapes
         if draws:
             self.rng.begin_forward(self._batch.indices, self._number, 0, self.strategy.loss_group.rank)
+        else:
+            self.rng.begin_quietly()
         share = self._share(0)  # of the only micro-batch: a number, or a tensor that may be 0
         share = share if isinstance(share, Tensor) else self._fraction.fill_(share)
         batch = self._batch.inputs, self._batch.targets, share
         graphs = self.compiler.graphs
-        with self.rng if draws else nullcontext(), self.compute_context():
+        with self.rng if draws else nullcontext(), self.compute_context(), explain_graph_errors():
             norm, losses = self._compiled(groups, states, self._rates, self._limit, *batch)
         self._refuse_a_graph_a_step(self.compiler.graphs > graphs)
         self._quiet_shapes = [] if self.rng.has_drawn_in_graphs() else shapes
@@ -169,6 +170,8 @@ class CompiledStepModel(ParallelModel):
         self.watch.phases_done += 1  # for the watchdog: an evaluation may take hours
         if draws := self._evaluation_draws:
             self.rng.begin_evaluation(batch.indices)
+        else:
+            self.rng.begin_quietly()
         rng, autocast = self.rng if draws else nullcontext(), self.machine.autocast(self.strategy.device)
         with rng, self.compute_context(), set_gather_span(batch.span), autocast:
             x, y = self.memory_format.cast((batch.inputs, batch.targets))
@@ -238,19 +241,6 @@ class CompiledStepModel(ParallelModel):
 _GRAPHS_RUNNING = 3  # steps running that may need a graph of their own
 
 Moments = dict[str, list[Tensor]]  # of an optimizer, for the parameters of a group in their order
-
-
-def _keep_what_may_change(guards: Sequence[Any]) -> list[bool]:
-    """What is asked before each step: are tensors of the same shapes, and numbers in Python the same?
-
-    To ask whether modules, hooks and functions are as they were takes longer than a step, and they are.
-    """
-    return [
-        guard.guard_type == "TENSOR_MATCH"
-        # those of draws are set by whoever counts them
-        or (isinstance(guard.value, bool | int | float | str | None) and guard.has_value and "draw_" not in guard.name)
-        for guard in guards
-    ]
 
 
 class _SGDUpdate:

@@ -173,6 +173,10 @@ class GraphDraws:
     def begin(self, starts: Tensor, common_start: Tensor) -> None:
         """A forward begins."""
         self._rng.stream_starts = starts, common_start
+        self.begin_counting()
+
+    def begin_counting(self) -> None:
+        """A forward begins: nothing was called in it. A graph holds these numbers, too."""
         self.under_way.clear()  # an error may have left some
         for module in self.modules:
             vars(module)["draw_calls"] = 0
@@ -245,6 +249,10 @@ class CompiledSampleRNG(SampleRNG):
     @override
     def has_drawn_in_graphs(self) -> bool:
         return self.graph_draws.drawn
+
+    @override
+    def begin_quietly(self) -> None:
+        self.graph_draws.begin_counting()
 
     def _watch_calls(self, module: nn.Module, name: str) -> None:
         super()._watch_calls(module, name)

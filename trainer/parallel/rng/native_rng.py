@@ -66,6 +66,9 @@ class TorchRNG:
     def begin_evaluation(self, indices: Tensor) -> None:
         """A forward of these samples begins in which nothing is learned."""
 
+    def begin_quietly(self) -> None:
+        """A graph runs next that draws nothing."""
+
     def follow_plan(self, network: nn.Module, plan: Plan, ranks: Ranks) -> None:
         """These tensor ranks hold parts of the network's layers, as the plan says."""
         self._tensor_rngs.append(TensorParallelRNG(self._device, ranks.rank))
