@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from recipes.vision.augment import Augment
 from recipes.vision.digits import Digits
+from recipes.vision.mlp import MLP
 from tests.inside import here, product
 from tests.quick import quickly
 from tests.recipes.test_folder import picture
@@ -163,6 +164,9 @@ def test_what_cannot_be_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.
         here(*lab, "run.dir=lab-run", "job=export", "job.prepared=true")
     assert here(*lab, "run.dir=lab-run", "job=export", "job.format=pt2") == 0
     assert json.loads(Path("lab-run/export/model.json").read_text())["input"] == "float32 (B, 1, 8, 8)"
+    monkeypatch.setattr(MLP, "forward", lambda self, images: images.nonzero()[int(images.sum())])
+    with pytest.raises(Refusal, match=r"torch cannot write MLP as a program: .*; job\.format=safetensors and pt hold"):
+        here(*lab, "run.dir=lab-run", "job=export", "job.format=pt2")
 
 
 class Paired(nn.Module):

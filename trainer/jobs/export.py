@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from trainer.jobs.trained_run import (
 from trainer.launch.rendezvous import Launch
 from trainer.launch.safe_files import make_folder, replace_file
 from trainer.learning.task import Task
-from trainer.messages import Refusal, expand_home
+from trainer.messages import Refusal, expand_home, first_line
 from trainer.parallel.meta_model import build_meta_model, is_meta_model
 from trainer.parallel.optimizer_state import refuse_checkpoint_shapes
 from trainer.records.checkpoint.base_weights import BASE_KEY
@@ -59,11 +60,7 @@ class Program:
         torch.export.save(exported, path)
 
     def save_onnx(self, path: Path) -> None:
-        """Write it for other runtimes. Refusal where the package that torch needs for it is not there."""
-        try:
-            import onnxscript  # noqa: F401 (torch's exporter needs it, and says so in a long traceback)
-        except ImportError as error:
-            raise Refusal("job.format=onnx needs the package onnxscript: pip install -e '.[onnx]'") from error
+        """Write it for other runtimes, by the package onnxscript."""
         torch.onnx.export(
             self.module,
             (*self.args, {}),  # a dict that comes last would be taken for the arguments with names; an input may be one
@@ -122,8 +119,7 @@ def prepared_program(run: RunParts, network: nn.Module) -> Program:
             f"job.prepared=true: {task_class.__name__} has no probabilities of classes; a method"
             " probabilities(self, output) -> Tensor of the task gives them, or job.prepared=false"
         )
-    gives = f"probabilities (B, {probabilities.shape[1]})"
-    return Program(program, (preparation.example,), {}, preparation.raw, gives)
+    return Program(program, (preparation.example,), {}, preparation.raw, f"probabilities (B, {probabilities.shape[1]})")
 
 
 def preparation_of(data: Data) -> Preparation | None:
@@ -140,7 +136,7 @@ def preparation_of(data: Data) -> Preparation | None:
 
 def network_program(run: RunParts, network: nn.Module) -> Program:
     """The network as the task calls it, with samples as the data prepares them."""
-    args, kwargs = cast_floats(_find_call(run, network), run.machine.parameter_dtype)
+    args, kwargs = _find_call(run, network)
     preparation = preparation_of(run.data)
     shapes = ", ".join(f"{x.dtype} {('B', *x.shape[1:])}" for x in tensors((args, kwargs)))
     takes = preparation.ready if preparation else shapes.replace("torch.", "").replace("'", "")
@@ -161,7 +157,8 @@ def _find_call(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], dict
         raise _Call(args, kwargs)
 
     # two samples of this process alone: the network's own call shows what there is to trace, whatever the task does
-    inputs, targets = evaluation_example(run, read_samples(run, "evaluation", Launch()))
+    example = evaluation_example(run, read_samples(run, "evaluation", Launch()))
+    inputs, targets = cast_floats(example, run.machine.parameter_dtype)
     # the exception leaves the task's forward as soon as it calls the network: nothing is computed
     hook = network.register_forward_pre_hook(tell, with_kwargs=True)
     try:
@@ -173,9 +170,6 @@ def _find_call(run: RunParts, network: nn.Module) -> tuple[tuple[Any, ...], dict
     raise Refusal(f"{type(run.task).__name__}.forward does not call the network: there is nothing to export")
 
 
-Format = Literal["safetensors", "pt", "pt2", "onnx", "huggingface"]
-
-
 class Export(Job):
     """Write the network of a checkpoint under its own names: weights alone, or code and weights.
 
@@ -184,7 +178,7 @@ class Export(Job):
 
     def __init__(
         self,
-        format: Format = "safetensors",
+        format: Literal["safetensors", "pt", "pt2", "onnx", "huggingface"] = "safetensors",
         checkpoint: Which = "best",
         weights: Literal["plain", "ema"] | None = None,
         out: str | None = None,
@@ -199,6 +193,8 @@ class Export(Job):
             return 0
         run.task = run.task.with_whole_outputs()
         # what was asked for is looked at first: building a network and tracing it takes a while
+        if self.format == "onnx" and find_spec("onnxscript") is None:
+            raise Refusal("job.format=onnx needs the package onnxscript: pip install -e '.[onnx]'")
         average = wants_average(run, self.weights)
         ending = "" if self.format == "huggingface" else f".{self.format}"  # a folder may have any name
         path = expand_home(self.out).resolve() if self.out else run_folder(run) / "export" / f"model{ending}"
@@ -242,7 +238,11 @@ class Export(Job):
             torch.save({key: value.contiguous() for key, value in network.state_dict().items()}, path)
             return kind, _describe_file(run.data, names)
         program = prepared_program(run, network) if self.prepared else network_program(run, network)
-        _PROGRAMS[self.format](program, path)
+        try:
+            _PROGRAMS[self.format](program, path)
+        except Exception as error:  # torch has a kind for everything that it cannot trace
+            why = f"torch cannot write {kind} as a program: {type(error).__name__}: {first_line(error)}"
+            raise Refusal(f"job.format={self.format}: {why}; job.format=safetensors and pt hold its weights") from error
         return kind, _describe_file(run.data, names, program.takes, program.gives)
 
 
