@@ -125,6 +125,29 @@ def test_of_copies_wherever_they_are_the_one_that_differs_is_named(processes: Pr
         assert f"in {tensor}" in words, words
 
 
+def buffers_said(launch: Launch, name: str) -> list[list[str]]:
+    """What is said before saves of a network with a buffer that differs between ranks, and one that does not."""
+    torch.manual_seed(3)
+    strategy, data, made = STRATEGIES[name](machine=Machine(launch=launch, device="cpu")), ToyData(), Net()
+    made.register_buffer("table", torch.ones(3))
+    made.register_buffer("centre", torch.zeros(3))
+    network = built(strategy, lambda: made)
+    with strategy:
+        stream = TrainLoader(data, data.train(), strategy.slice, 48, 2, LoaderOptions())
+        parallel_model = strategy.build(Plain(), network, stream.example())
+        optimizer = parallel_model.optimizer(torch.optim.AdamW, [{"params": list(parallel_model.network.parameters())}])
+        copies = strategy.copies(parallel_model.network)
+        dict(parallel_model.network.named_buffers())["centre"] += launch.rank
+        return [copies.check_before_save(step, parallel_model.state(optimizer)) for step in (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_a_buffer_that_differs_is_named_once(processes: Processes, name: str) -> None:
+    for (first,), later in processes.run(2, buffers_said, name):
+        assert first.startswith("ranks hold different numbers in centre, as each has seen other samples")
+        assert later == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool])
 def test_one_bit_changes_the_sum_however_a_tensor_lies(dtype: torch.dtype) -> None:
     x = torch.arange(48.0).view(2, 3, 2, 4).to(dtype)

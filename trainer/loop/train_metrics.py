@@ -203,7 +203,7 @@ class StepMonitor:
         """Collective: BadStep or ReplicaDriftError if no run should go on from this state."""
         self.check(broken=False, failed=True)  # the save before this one
         self._lookout.check_before_save()
-        self._copies.check_before_save(step, state)
+        self._write_notes(self._copies.check_before_save(step, state))
 
     def check_saved(self, broken: NonFiniteSave) -> None:
         """Collective if a state that was to be saved is not finite: NotFinite."""

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from random import Random
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer.messages import FatalRunError
+from trainer.messages import FatalRunError, format_names
 from trainer.parallel.batch_norm import running_statistics
 from trainer.parallel.buckets import PendingSums
 from trainer.parallel.device_mesh import AXES, split_axes
@@ -50,8 +50,9 @@ class NoReplicaCheck:
     def check(self) -> None:
         """Collective if ranks differ, which all of them know then: ReplicaDriftError, the same on every rank."""
 
-    def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Collective: the same at once for the network and the average in a state to be saved."""
+    def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> list[str]:
+        """Collective: the same at once for a state to be saved. Sentences for the user about what may differ in it."""
+        return []
 
 
 def make_replica_check(
@@ -78,6 +79,8 @@ class ReplicaCheck(NoReplicaCheck):
         self._ranks, self._device = ranks, device
         self._parameters = dict(network.named_parameters())
         self._statistics = running_statistics(network).keys()  # the same on all ranks after `settle`
+        buffers = {name for name, buffer in network.named_buffers() if buffer.is_floating_point()}
+        self._own_buffers = buffers - self._statistics  # which may differ; empty once they were compared
         # for each way to split, the groups of ranks (two or more) that hold the same
         self._groups = [_group_holders(places, axes) for axes in SPLITS]
         # for each way to split, the factor of this rank's sum, (splits,) int64
@@ -95,10 +98,20 @@ class ReplicaCheck(NoReplicaCheck):
             self._compare(pending)
 
     @override
-    def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> None:
+    def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> list[str]:
         names = self._parameters.keys() | self._statistics
         weights = {name: x for name, x in state.items() if name in names or name.startswith(EMA_PREFIX)}
         self._compare(self._start(step, weights))
+        # once: what a forward writes there from its samples differs from the first step on
+        buffers, self._own_buffers = {name: state[name] for name in self._own_buffers if name in state}, set()
+        differences = self._find_differences(self._start(step, buffers)) if buffers else {}
+        if not differences:
+            return []
+        return [
+            f"ranks hold different numbers in {format_names(differences, 5)}, as each has seen other samples: the curve"
+            " depends on the number of processes, and a checkpoint holds the main rank's. trainer.gather(x) gives a"
+            " forward the samples of all ranks (docs/one-curve.md)"
+        ]
 
     def _start(self, step: int, tensors: Mapping[str, Tensor]) -> PendingComparison:
         """Collective: begin to add up the ranks' sums, with factors that cancel out where copies are equal."""
@@ -118,22 +131,9 @@ class ReplicaCheck(NoReplicaCheck):
         return PendingComparison(step, splits, sums, PendingSums(tables, self._ranks, self._device))
 
     def _compare(self, pending: PendingComparison) -> None:
-        """Collective if copies differ. Every rank has the same totals, so all come to the same result."""
-        if torch.stack([*pending.totals.read().values()]).sum(0).any():
-            self._raise_drift(pending)
-
-    def _raise_drift(self, pending: PendingComparison) -> NoReturn:
-        """Collective: find the tensors that differ, and the ranks that have other numbers than most."""
-        tensors = {name: (split, int(pending.sums[name])) for name, split in pending.splits.items()}
-        # all ranks, as the run ends; a number for each tensor
-        hosts, tensors_of = zip(*self._ranks.all_gather_values((socket.gethostname(), tensors)), strict=True)
-        # in the network's order, over all stages: the message names the first tensor
-        differences: dict[str, str] = {}
-        for name, split in {name: split for rank in tensors_of for name, (split, _) in rank.items()}.items():
-            for ranks in self._groups[split]:
-                values = {rank: tensors_of[rank][name][1] for rank in ranks if name in tensors_of[rank]}
-                if len({*values.values()}) > 1:
-                    differences.setdefault(name, _describe_difference(values, hosts))
+        """Collective if copies differ: ReplicaDriftError."""
+        if not (differences := self._find_differences(pending)):
+            return
         (name, who), *others = differences.items()
         more = f" (and in {len(others)} more)" if others else ""
         raise ReplicaDriftError(
@@ -142,6 +142,23 @@ class ReplicaCheck(NoReplicaCheck):
             " changes weights on one rank alone (Task.after_step, a random number), or for a machine with faulty"
             " memory. Where ranks are to differ, or have different hardware: distributed.compare_copies=false"
         )
+
+    def _find_differences(self, pending: PendingComparison) -> dict[str, str]:
+        """Collective if copies differ: the tensors in which they do, and the ranks with other numbers than most."""
+        # every rank has the same totals, so all come to the same result
+        if not torch.stack([*pending.totals.read().values()]).sum(0).any():
+            return {}
+        tensors = {name: (split, int(pending.sums[name])) for name, split in pending.splits.items()}
+        # all ranks, as the run ends, or once; a number for each tensor
+        hosts, tensors_of = zip(*self._ranks.all_gather_values((socket.gethostname(), tensors)), strict=True)
+        # in the network's order, over all stages: the message names the first tensor
+        differences: dict[str, str] = {}
+        for name, split in {name: split for rank in tensors_of for name, (split, _) in rank.items()}.items():
+            for ranks in self._groups[split]:
+                values = {rank: tensors_of[rank][name][1] for rank in ranks if name in tensors_of[rank]}
+                if len({*values.values()}) > 1:
+                    differences.setdefault(name, _describe_difference(values, hosts))
+        return differences
 
 
 class SavedReplicaCheck(ReplicaCheck):
