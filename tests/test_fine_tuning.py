@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipes.vision.resnet import resnet18
 from recipes.vision.vit import VisionTransformer
@@ -17,7 +17,7 @@ from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_initial_weights import IMAGES, saved
-from trainer.learning.freezing import count_trainable, freeze
+from trainer.learning.freezing import count_trainable, freeze, preserve_untrained
 from trainer.learning.optimizer import parameter_groups
 from trainer.learning.parameter_patterns import Rule, matches_exactly, resolve_rules
 from trainer.messages import Refusal
@@ -229,3 +229,21 @@ def test_a_rule_counts_for_a_tied_weight_by_any_of_its_names() -> None:
     network["head"].weight = network["table"].weight
     rules = resolve_rules(network, (Rule("head", lr=0.5),))
     assert parameter_groups(network, False, rules)[1] == {"params": [network["table"].weight], "lr": 0.5}
+
+
+def test_a_trial_undoes_what_a_forward_counts() -> None:
+    class Counts(nn.Linear):
+        calls = 0
+        seen: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen += 1
+            return super().forward(x)
+
+    network = Counts(2, 2)
+    network.register_buffer("seen", torch.zeros(()))
+    network(torch.zeros(1, 2))
+    with preserve_untrained(network):
+        network(torch.zeros(1, 2))
+    assert network.calls == int(network.seen) == 1

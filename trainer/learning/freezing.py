@@ -27,13 +27,14 @@ class FrozenBatchNorm(nn.Module):
 
 @contextmanager
 def preserve_untrained(network: nn.Module) -> Iterator[None]:
-    """Whatever a forward in here does to buffers, and to parameters that do not learn (MoCo moves some), is undone."""
+    """What a forward in here does to buffers, numbers of modules, and parameters that do not learn (MoCo) is undone."""
 
     def untrained() -> dict[str, Tensor]:
         still = {name: parameter for name, parameter in network.named_parameters() if not parameter.requires_grad}
         return {**still, **dict(network.named_buffers())}
 
     before = {name: tensor.detach().clone() for name, tensor in untrained().items()}
+    kept = [(module, [*vars(module).items()]) for module in network.modules()]  # as self.calls += 1 counts
     try:
         yield
     finally:
@@ -41,6 +42,8 @@ def preserve_untrained(network: nn.Module) -> Iterator[None]:
             for name, tensor in untrained().items():
                 if name in before:  # a buffer that the forward has just made is a cache
                     tensor.copy_(before[name])
+        for module, attributes in kept:
+            vars(module).update((name, value) for name, value in attributes if isinstance(value, int | float | str))
 
 
 def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
