@@ -88,6 +88,14 @@ class Fewer(Ranked):
 class Twice(Ranked):
     def gathered(self, output, target):
         return {**super().gathered(output, target), "loss": target}
+
+class Named(Ranked):
+    def metrics(self, output, target):
+        return {"loss": (output.argmax(1) == target).sum()}
+
+class Stepped(Ranked):
+    def finish(self, totals):
+        return {**super().finish(totals), "step": 0.0}
 """
 
 
@@ -96,7 +104,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("home")
     files = {"lab.py": LAB, "conf/model/net.yaml": "_target_: ranklab.lab.net\n"}
     files |= {"conf/data/points.yaml": "_target_: ranklab.lab.Points\n"}
-    for name in ("Ranked", "Added", "Kept", "Wider", "Fewer", "Twice"):
+    for name in ("Ranked", "Added", "Kept", "Wider", "Fewer", "Twice", "Named", "Stepped"):
         files[f"conf/task/{name.lower()}.yaml"] = f"_target_: ranklab.lab.{name}\n"
     for name, text in files.items():
         (place / "ranklab" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +167,8 @@ def test_the_area_under_the_curve_is_exact_on_any_number_of_ranks(processes: Pro
         ("wider", "ValueError: Wider.gathered: scores changes from micro-batch to micro-batch: (B, 17) and (B, 18)"),
         ("fewer", "ValueError: Fewer.gathered: scores is of shape (2,) for"),
         ("twice", "Refusal: Task.gathered: loss is the name of a sum already"),
+        ("named", "Refusal: Task.metrics: loss is the name of a sum already"),
+        ("stepped", "Refusal: Task.metrics: step is the name of something else in metrics.jsonl"),
     ],
 )
 def test_what_cannot_be_gathered_or_added_up_is_told(processes: Processes, home: Path, task: str, said: str) -> None:

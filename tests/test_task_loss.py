@@ -23,6 +23,7 @@ ONE = torch.tensor(1.0)
         ({"a": ONE, "b": 0.0}, "its part b is of type float"),
         ({"a": ONE, "b": torch.ones(2)}, r"its part b is of shape \(2,\)"),
         ({"loss": ONE, "a": ONE}, "a part may not be called loss"),
+        ({"lr": ONE, "a": ONE}, "a part may not be called lr, as another number of a training line is"),
     ],
 )
 def test_a_loss_that_is_no_number_is_refused(loss: Any, said: str) -> None:

@@ -148,6 +148,8 @@ class ShapeCheckingTask(TaskWrapper):
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         with self._explain_lists("metrics", output):
             sums = self.inner.metrics(output, target)
+        if taken := sorted({"loss", "weight", "samples"}.intersection(sums)):
+            raise Refusal(f"Task.metrics: {taken[0]} is the name of a sum already; give it another one")
         shapes = {name: shape_of(value) for name, value in sums.items()}
         if self._shapes is None:
             self._shapes = shapes
@@ -206,6 +208,8 @@ def trial_evaluation(
     """
     refuse_varying_metric_shapes(model, loader, strategy.world)
     metrics = evaluate_batches(strategy, model, task, loader, range(1), media)
+    if taken := sorted({"kind", "time", "step", "epoch", "samples"}.intersection(metrics)):
+        raise Refusal(f"Task.metrics: {taken[0]} is the name of something else in metrics.jsonl; give it another one")
     for key, name in wanted.items():
         if (bare := name.removeprefix("-")) not in metrics:
             missing = bare.startswith("ema_") and not any(metric.startswith("ema_") for metric in metrics)

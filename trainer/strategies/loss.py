@@ -149,6 +149,11 @@ def unflatten_output(flat: Forward) -> Forward:
     return forward
 
 
+# what a training line has beside a loss and its parts
+_TAKEN = frozenset(["kind", "time", "step", "epoch", "lr", "samples", "tokens", "carried", "loss_mean", "loss_hex"])
+_TAKEN |= {"sample_digest", "step_s", "samples_per_s", "tokens_per_s", "grad_norm"}
+
+
 def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
     """The one number to minimise: a loss, or the sum of its parts. Refusal where it is none."""
     parts = loss if isinstance(loss, dict) else {}
@@ -157,6 +162,8 @@ def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
             "Task.loss: a part may not be called loss. Parts are added up: a total among them would count twice."
             " Return the total alone, or its parts under other names"
         )
+    if taken := sorted(_TAKEN.intersection(parts)):
+        raise Refusal(f"Task.loss: a part may not be called {taken[0]}, as another number of a training line is")
     each: dict[str, Any] = {**parts} or {"": loss}
     for name, part in each.items():
         # a number alone: where an evaluation has no loss, as detection
