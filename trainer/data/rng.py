@@ -93,7 +93,8 @@ class SeededDataset(Dataset):
         # in a worker nothing else uses the generators; in the main process the network may (dropout)
         with preserve_rng_state() if get_worker_info() is None else nullcontext():
             seed_all(mix_seeds(self._seed, epoch, index))
-            item = getattr(self._dataset, "item", None)
+            # a tensor has another method of that name
+            item = None if isinstance(self._dataset, Tensor) else getattr(self._dataset, "item", None)
             return item(index, epoch) if callable(item) else self._dataset[index]
 
 

@@ -27,7 +27,8 @@ def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         with torch.device("meta"):
             network = make()
     except Exception as error:  # a constructor that reads values: whatever it makes of there being none, or a mistake
-        why = f"{type(error).__name__}: {first_line(error)}"
+        cause = error.__cause__ or error  # a refusal to build it says the same in the words of a command line
+        why = f"{type(cause).__name__}: {first_line(cause)}"
     else:
         # a tensor that is neither parameter nor buffer would never get a value; a view keeps its base alive
         registered = [x for _, tensor in named_state(network) for x in (tensor, tensor._base)]
