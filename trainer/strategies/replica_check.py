@@ -80,7 +80,7 @@ class ReplicaCheck(NoReplicaCheck):
         self._parameters = dict(network.named_parameters())
         self._statistics = running_statistics(network).keys()  # the same on all ranks after `settle`
         buffers = {name for name, buffer in network.named_buffers() if buffer.is_floating_point()}
-        self._own_buffers = buffers - self._statistics  # which may differ; empty once they were compared
+        self._own_buffers, self._has_saved = buffers - self._statistics, False  # which may differ
         # for each way to split, the groups of ranks (two or more) that hold the same
         self._groups = [_group_holders(places, axes) for axes in SPLITS]
         # for each way to split, the factor of this rank's sum, (splits,) int64
@@ -102,10 +102,13 @@ class ReplicaCheck(NoReplicaCheck):
         names = self._parameters.keys() | self._statistics
         weights = {name: x for name, x in state.items() if name in names or name.startswith(EMA_PREFIX)}
         self._compare(self._start(step, weights))
-        # once: what a forward writes there from its samples differs from the first step on
-        buffers, self._own_buffers = {name: state[name] for name in self._own_buffers if name in state}, set()
-        differences = self._find_differences(self._start(step, buffers)) if buffers else {}
-        if not differences:
+        if self._has_saved:
+            return []
+        # once: what a forward writes there from its samples differs from the first step on. Also where this rank has
+        # none of them: another stage of a pipeline may
+        self._has_saved = True
+        buffers = {name: state[name] for name in self._own_buffers if name in state}
+        if not (differences := self._find_differences(self._start(step, buffers))):
             return []
         return [
             f"ranks hold different numbers in {format_names(differences, 5)}, as each has seen other samples: the curve"
