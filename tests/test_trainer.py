@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.classification import Classification
-from tests.strategies.toys import BATCH, Net, Plain, ToyData, Weighted
+from tests.strategies.toys import BATCH, CLASSES, Net, Plain, ToyData, Weighted
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.launch.rendezvous import Launch
@@ -28,6 +28,7 @@ from trainer.learning.schedule import Constant, Cosine, Linear, Schedule
 from trainer.learning.task import Task
 from trainer.loop import train_metrics
 from trainer.loop import trainer as trainer_module
+from trainer.loop.evaluation import trial_evaluation
 from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
@@ -632,3 +633,18 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("size", [34, 33])
+def test_a_batch_norm_without_statistics_is_tried_with_as_many_samples_as_it_gets(size: int) -> None:
+    class Sized(ToyData):
+        def evaluation(self) -> Any:
+            return torch.utils.data.Subset(super().evaluation(), range(size))
+
+    network = torch.nn.Sequential(Net(), torch.nn.BatchNorm1d(CLASSES, track_running_stats=False))
+    with Single(machine=Machine(launch=Launch(), device="cpu", precision="fp32")) as strategy:
+        loader = EvalLoader(Sized(), Sized().evaluation(), strategy.slice, 32, 1, LoaderOptions())
+        model = strategy.build(Plain(), network, loader.example())
+        said = pytest.raises(Refusal, match=r"^1 is a BatchNorm .* of 33 samples .* a micro-batch of one")
+        with said if size % 32 == 1 else nullcontext():
+            trial_evaluation(strategy, model, Plain(), loader, {})

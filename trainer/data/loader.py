@@ -175,12 +175,19 @@ class EvalLoader:
         samples = range(self.size)
         return self.read_samples(torch.tensor(samples[rank::ranks][:least] or samples[-1:]))
 
-    def smallest_batch(self) -> Batch:
-        """A micro-batch of one sample of each rank; a rank without a sample takes the last of the set."""
-        index = min(self._sampler.rank, self.size - 1)
-        inputs, targets = self.read_samples(torch.tensor([index]))
-        span = range(min(self._sampler.ranks, self.size))
-        return Batch(inputs, targets, torch.tensor([index]), span, len(span))
+    def smallest_batch(self, count: int = 1) -> Batch:
+        """A micro-batch of so many samples of each rank; a rank without a sample takes the last of the set."""
+        rank, ranks = self._sampler.rank, self._sampler.ranks
+        indices = (rank + ranks * torch.arange(count)).clamp(max=self.size - 1)  # (count,)
+        inputs, targets = self.read_samples(indices)
+        span = range(min(ranks * count, self.size))
+        return Batch(inputs, targets, indices, span, len(span))
+
+    def least_samples(self) -> int:
+        """The samples of the smallest micro-batch that any rank computes."""
+        last = self.size % self._global_batch or self._global_batch
+        spans = [span for total in (min(self.size, self._global_batch), last) for span, _ in self._micro_spans(total)]
+        return max(1, min(map(len, spans)) // self._sampler.ranks)
 
     def read_samples(self, indices: Tensor) -> tuple[Any, Any]:
         """These samples, (n,) indices, as (inputs, targets) on the device. Not collective: for one rank alone."""

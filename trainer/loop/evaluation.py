@@ -19,6 +19,7 @@ from trainer.data.nested_tensors import map_tensors
 from trainer.learning.task import Task, TaskWrapper, gathers_samples, is_list_of_samples, unwrap_task
 from trainer.loop.media_logging import Batches, NoMediaLogger, SampleTask
 from trainer.messages import Refusal, did_you_mean, first_line
+from trainer.parallel.batch_norm import norms_without_statistics
 from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
@@ -164,11 +165,22 @@ class ShapeCheckingTask(TaskWrapper):
 def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> None:
     """Collective: Refusal if the metrics of one sample have other shapes than those of a micro-batch."""
     first_batch, _ = next(iter(loader.batches(range(1))))
+    # all ranks, once: stages have other layers. These may fail on one sample, which a run need not have
+    layers = [name for of_rank in gather_exceptions(ranks, norms_without_statistics(model.network)) for name in of_rank]
+    smallest = loader.smallest_batch(loader.least_samples() if layers else 1)
     task, model.task = model.task, (checking := ShapeCheckingTask(model.task))
     try:
         with torch.no_grad():
-            for batch in (first_batch, loader.smallest_batch()):
+            for batch in (first_batch, smallest):
                 model.evaluate(batch, 1)
+    except ValueError as error:
+        if not layers or "more than 1 value per channel" not in str(error):
+            raise
+        raise Refusal(
+            f"{layers[0]} is a BatchNorm without running statistics, which needs two values of a channel, and of"
+            f" {loader.size} samples in an evaluation a rank computes a micro-batch of one; another loop.eval_batch, or"
+            " track_running_stats=True"
+        ) from error
     finally:
         model.task = task
     mismatches = gather_exceptions(ranks, checking.mismatches)  # all ranks, once; as a rule nothing

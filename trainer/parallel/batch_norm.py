@@ -37,6 +37,11 @@ def all_batch_norms(network: nn.Module) -> list[_BatchNorm]:
     return [module for module in network.modules() if isinstance(module, _BatchNorm)]
 
 
+def norms_without_statistics(network: nn.Module) -> list[str]:
+    """The names of BatchNorms that normalise with the statistics of the micro-batch in an evaluation, too."""
+    return [name for name, m in network.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+
+
 def running_statistics(network: nn.Module) -> dict[str, Tensor]:
     """BatchNorm's running means and variances, by their names."""
     return {
