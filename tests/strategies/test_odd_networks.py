@@ -86,9 +86,25 @@ class WholeNumbers(Plain):
         return int(target[1].sum())
 
 
-def with_special(launch: Launch, network: type[nn.Module], task: type[Task], case: Case) -> dict[str, Any]:
+class Waves(Net):
+    """Complex and real weights side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * self.wave).real)
+
+    def plan(self) -> Plan:
+        return Plan(shard=("up",))  # all others are gathered together
+
+
+def with_special(
+    launch: Launch, network: type[nn.Module], task: type[Task], case: Case, precision: str = "fp64"
+) -> dict[str, Any]:
     NETWORKS["special"], TASKS["special"] = network, task
-    return run(launch, case.but(network="special", task="special", precision="fp64"))
+    return run(launch, case.but(network="special", task="special", precision=precision))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +135,15 @@ def test_they_train_to_the_curve_of_one_process(
     for rank in processes.run(size, with_special, network, task, case):
         assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-10
         assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
+
+
+def test_complex_weights_beside_real_ones_are_sharded(processes: Processes) -> None:
+    case = Case(optimizer="sgd")  # torch has no fused Adam of complex numbers
+    (reference,) = processes.run(1, with_special, Waves, Plain, case, "fp32")
+    for rank in processes.run(2, with_special, Waves, Plain, case.but(strategy="fsdp"), "fp32"):
+        assert rank["losses"] == pytest.approx(reference["losses"], abs=1e-5)
+    with pytest.raises(Refusal, match=r"strategy\.param_dtype=bf16: wave is complex"):
+        FSDP(param_dtype="bf16").check(Plain(), Waves(), 2)
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP, Zero1])

@@ -126,7 +126,7 @@ def apply_fully_shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
     # all calls must pass over the same parameters
     ranks = mesh["shard"].size()
-    replicated = _replicated_parameters(network, ranks, how)
+    replicated = _replicated_parameters(network, ranks, how) | _of_another_type(network, names)
     shard = partial(
         fully_shard,
         mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
@@ -162,6 +162,20 @@ def _replicated_parameters(network: nn.Module, ranks: int, how: Sharding) -> set
         of_norms = {parameter for norm in all_batch_norms(network) for parameter in norm.parameters()}
         return experts | of_norms | {parameter for parameter in network.parameters() if parameter.dim() == 0}
     return experts | {parameter for parameter in network.parameters() if _shard_dim(parameter, ranks) is None}
+
+
+def _of_another_type(network: nn.Module, names: list[str]) -> set[nn.Parameter]:
+    """The trained parameters whose type is not that of most in their unit, or in what no unit has: torch refuses them.
+
+    Complex numbers beside real ones, for example.
+    """
+    of_units: dict[str, dict[torch.dtype, list[nn.Parameter]]] = {}
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            unit = next((unit for unit in names if name.startswith(f"{unit}.")), "")
+            of_units.setdefault(unit, {}).setdefault(parameter.dtype, []).append(parameter)
+    fewer = [sorted(kinds.values(), key=lambda kind: sum(p.numel() for p in kind))[:-1] for kinds in of_units.values()]
+    return {parameter for kinds in fewer for kind in kinds for parameter in kind}
 
 
 def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:

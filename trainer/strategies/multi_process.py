@@ -160,6 +160,9 @@ class Meshed(Joined):
         """Refuse sparse gradients; with tensor or context ranks a missing plan, or sizes that do not divide."""
         super().check(task, network, world_size)
         self.refuse_sparse(network)
+        if narrow := vars(self).get("param_dtype"):
+            for name in (name for name, parameter in network.named_parameters() if parameter.is_complex()):
+                raise Refusal(f"strategy.param_dtype={narrow}: {name} is complex, and {narrow} is real; leave it out")
         degrees = self.degrees(world_size)
         gathers = degrees.get("tensor", 1) * degrees.get("context", 1) > 1
         if gathers and self.machine.on_gpu and self.machine.backend == "gloo":
