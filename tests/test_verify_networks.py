@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import trainer
 from tests import test_verify
 from tests.commands import TRANSFORMER
-from tests.inside import product
+from tests.inside import here, product
 from tests.planted import precision as in_precision
 from tests.planted.plant import GPT, NET
 from tests.planted.proofs import verdict, verified
@@ -85,6 +85,13 @@ def test_what_cannot_compute_in_fp64_is_compared_in_fp32(
     assert said.startswith(start), said
     assert "fp32 gap" in said or kind != "narrow"
     assert "note        it does not compute in fp64 (" in said
+
+
+def test_complex_numbers_cannot_be_trained_in_fp64(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    with pytest.raises(Refusal, match=r"^precision=fp64: middle\.weight is complex, .*; use precision=fp32$"):
+        here(*NET, "+model.kind=complex", "precision=fp64", "run.dir=wide")
+    assert not (home / "wide").exists()
 
 
 def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_is(

@@ -128,6 +128,7 @@ def prepare_network(run: RunParts, example: Callable[[], tuple[Any, Any]]) -> Pr
     run.task.check(network)
     roles = find_roles(run.make_optimizer, network, run.task.plan(network))
     run.strategy.check(run.task, network, size)
+    run.machine.refuse_network(network)
     if run.machine.float8:
         refuse_no_float8_layers(run.machine.float8, network, run.task.plan(network))
     refuse_metric_objects(run.task)

@@ -18,7 +18,7 @@ from trainer.messages import Refusal
 from trainer.parallel.buckets import to_accumulator, to_summand
 from trainer.parallel.float8_linear import convert_to_float8
 from trainer.parallel.ranks import Ranks, gather_exceptions
-from trainer.strategies.machine import Machine
+from trainer.strategies.machine import Machine, why_not_float64
 
 
 class MemoryFormat:
@@ -61,9 +61,8 @@ def to_precision(network: nn.Module, task: Task, machine: Machine) -> nn.Module:
 
 def to_float64(network: nn.Module) -> nn.Module:
     """The network in fp64, in place. TypeError where it has complex numbers: torch would drop their imaginary parts."""
-    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        if tensor.is_complex():
-            raise TypeError(f"{name} is complex, and no file of a checkpoint keeps complex numbers of 128 bits")
+    if why := why_not_float64(network):
+        raise TypeError(why)
     return network.to(torch.float64)
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from trainer.launch.devices import accelerator_type, accumulation_dtype, device_identity, is_bf16_supported
 from trainer.launch.rendezvous import Launch
@@ -93,6 +94,11 @@ class Machine:
                 f" device=cpu{trial}"
             )
 
+    def refuse_network(self, network: nn.Module) -> None:
+        """Refuse a network that cannot compute in this precision."""
+        if self.resolved_precision == "fp64" and (why := why_not_float64(network)):
+            raise Refusal(f"precision=fp64: {why}; use precision=fp32")
+
     def _refuse_precision(self) -> None:
         """Refuse what the device cannot compute in."""
         precision = self.resolved_precision
@@ -167,3 +173,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def why_not_float64(network: nn.Module) -> str:
+    """Why a network cannot compute in fp64; "" if it can."""
+    named = (*network.named_parameters(), *network.named_buffers())
+    name = next((name for name, tensor in named if tensor.is_complex()), "")
+    return name and f"{name} is complex, and no file of a checkpoint keeps complex numbers of 128 bits"
