@@ -65,7 +65,6 @@ WHOLE: dict[Callable[[Any], None], str] = {
     inside: "neither",
     value: "item",
     mixed: "device",
-    old_norm: "neither",
 }
 
 
@@ -74,6 +73,12 @@ def test_a_constructor_that_needs_values_gets_them_and_the_reason_is_said(build:
     network, why = build_meta_model(partial(Odd, build))
     assert not is_meta_model(network)
     assert WHOLE[build] in why
+
+
+def test_weights_that_a_hook_computes_before_each_forward_need_no_values() -> None:
+    network, why = build_meta_model(partial(Odd, old_norm))
+    assert is_meta_model(network)
+    assert why == ""
 
 
 SWIN: dict[str, Any] = {"patch_size": [4, 4], "embed_dim": 16, "depths": [2], "num_heads": [2], "window_size": [2, 2]}

@@ -148,6 +148,21 @@ def test_a_constructor_may_read_values() -> None:
     assert all(is_counted(parameter, mode) for parameter in network.parameters())  # also the small ones: biases
 
 
+def computes_a_weight() -> nn.Module:
+    """As torch's old weight_norm: a parameter is the `data` of what was computed, and a weight stays on the module."""
+    layer = nn.Linear(4, 4)
+    layer.scale = nn.Parameter(layer.weight.norm().data)
+    layer.computed = layer.weight * layer.scale
+    return layer
+
+
+def test_a_constructor_may_compute_with_its_parameters() -> None:
+    mode = FakeRunMode()
+    with mode:
+        network = make_network(computes_a_weight, mode)
+    assert {name for name, each in network.named_parameters() if is_counted(each, mode)} == {"weight", "bias", "scale"}
+
+
 @pytest.mark.long
 def test_what_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     facts, screen = plan(tmp_path, "job.processes=[1]", "job.memory=0.501")

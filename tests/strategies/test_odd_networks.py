@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes import Processes
@@ -60,6 +61,14 @@ class Tied(Net):
         super().__init__()
         self.again = nn.Linear(WIDTH, 24)
         self.again.weight = self.up.weight
+
+
+class Pruned(Net):
+    """A weight that a hook computes before each forward of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.up, "weight", amount=0.5)
 
 
 class Remembering(nn.Module):
@@ -122,6 +131,8 @@ def with_special(
         pytest.param(Remembering, Plain, 2, Case("fsdp", {"reshard_after_forward": False}), marks=pytest.mark.long),
         pytest.param(Remembering, Plain, 2, Case("zero1"), marks=pytest.mark.long),
         pytest.param(Remembering, Plain, 2, Case("pp", micro_batches=2), marks=pytest.mark.long),
+        (Pruned, Plain, 2, Case("fsdp")),
+        pytest.param(Pruned, Plain, 2, Case("pp", micro_batches=2), marks=pytest.mark.long),
         (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
         pytest.param(Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2}), marks=pytest.mark.long),
     ],

@@ -26,6 +26,7 @@ def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     try:
         with torch.device("meta"):
             network = make()
+        drop_computed_weights(network)
     except Exception as error:  # a constructor that reads values: whatever it makes of there being none, or a mistake
         cause = error.__cause__ or error  # a refusal to build it says the same in the words of a command line
         why = f"{type(cause).__name__}: {first_line(cause)}"
@@ -37,6 +38,17 @@ def build_meta_model(make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
             return network, ""
         why = "it holds tensors that are neither parameters nor buffers"
     return make(), why
+
+
+def drop_computed_weights(network: nn.Module) -> None:
+    """Delete weights that a hook computes before each forward, as of torch's old weight_norm and of prune.
+
+    Until then they would hold on to the parameters that they are computed of, which could not be swapped.
+    """
+    for module in network.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                delattr(module, name)
 
 
 def is_meta_model(network: nn.Module) -> bool:
@@ -52,6 +64,7 @@ def all_in_state_dict(network: nn.Module) -> bool:
 @torch.no_grad()
 def move_to_meta(network: nn.Module) -> Values:
     """Move a network to the meta device, in place; returns the values that it had."""
+    drop_computed_weights(network)
     for module in network.modules():
         # It keeps weak references, to see whether its weights are still the same: what has one cannot be swapped. It
         # does without, and has to: it would lay weights that FSDP has gathered out anew, in memory that stays behind.

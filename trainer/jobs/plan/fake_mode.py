@@ -44,7 +44,7 @@ class FakeRunMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(not issubclass(kind, (FakeTensor, nn.Parameter)) for kind in types):
+        if any(kind is not Tensor and not issubclass(kind, (FakeTensor, nn.Parameter)) for kind in types):
             return NotImplemented  # DTensors come again as the tensors that they are made of
         known = list(tensors((list(args), kwargs)))
         if func is torch.ops.aten.equal.default and isinstance(known[0], FakeTensor):
