@@ -513,7 +513,12 @@ REFUSED = {
     "too many": (Chain(), 5, (), "has parts for 4 stages, 5 were asked for; with 4 it would work"),
     "one layer": (Chain(nn.Linear(6, 6)), 2, (), "has parts for 1 stage, 2 were asked for; strategy=fsdp"),
     "tied": (Tied(), 2, ("2",), "0 and 3 share a parameter or buffer, and would lie in stages 0 and 1"),
-    "tied over all": (Tied(), 2, (), "has parts for 1 stage, 2"),
+    "tied over all": (
+        Tied(),
+        2,
+        (),
+        r"1 stage, 2 were asked for \(0\.weight and 3\.weight are one tensor, .* one stage\);",
+    ),
 }
 
 

@@ -84,10 +84,15 @@ def _require_equal_cuts(step: nn.Module, count: int, example: Any) -> list[str]:
     """Cuts into about equal parts. Refusal, with the number that works, where there are too few places to cut."""
     names = find_equal_cuts(step, count, example)
     if len(names) < count - 1:
-        kind = type(step.get_submodule(NETWORK)).__name__
-        most = len(names) + 1
+        network, most = step.get_submodule(NETWORK), len(names) + 1
+        of_each: dict[Tensor, list[str]] = {}  # the names of each parameter
+        for name, parameter in network.named_parameters(remove_duplicate=False):
+            of_each.setdefault(parameter, []).append(name)
+        tied = [" and ".join(several) for several in of_each.values() if len(several) > 1]
         raise Refusal(
-            f"{kind} has parts for {most} stage{'s' if most > 1 else ''}, {count} were asked for; "
+            f"{type(network).__name__} has parts for {most} stage{'s' if most > 1 else ''}, {count} were asked for"
+            + (f" ({tied[0]} are one tensor, and all that uses it lies in one stage)" if tied else "")
+            + "; "
             + (f"with {most} it would work, or a plan with cuts; {WITHOUT_STAGES}" if most > 1 else WITHOUT_STAGES)
         )
     return names
