@@ -165,6 +165,14 @@ def test_an_embedding_that_changes_its_weights_in_a_forward_is_refused(strategy:
     DDP().check(Plain(), network, 1)
 
 
+def test_a_sparse_gradient_that_tying_makes_dense_is_refused() -> None:
+    network = nn.Sequential(nn.Embedding(3, WIDTH, sparse=True), nn.Linear(WIDTH, 3, bias=False))
+    DDP().check(Plain(), network, 2)
+    network[1].weight = network[0].weight
+    with pytest.raises(Refusal, match=r"the embedding 0 makes sparse .* is also 1\.weight, which makes dense ones"):
+        DDP().check(Plain(), network, 2)
+
+
 def test_tied_parameters_are_not_cut_apart() -> None:
     with pytest.raises(Refusal, match=r"up, whose parameter is tied to again\.weight"):
         TP().check(Plain(), Tied(), 2)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from trainer.learning.freezing import preserve_untrained
+from trainer.learning.optimizer import find_sparse_embeddings
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.compile import without_compile
@@ -42,10 +43,19 @@ class DDP(Joined):
 
     @override
     def check(self, task: Task, network: nn.Module, world_size: int) -> None:
-        """Refuse sparse gradients where NCCL would have to send them: only gloo can."""
+        """Refuse sparse gradients that NCCL would have to send, as only gloo can, and those that tying makes dense."""
         super().check(task, network, world_size)
         if self.machine.on_gpu and self.machine.backend != "gloo":
             self.refuse_sparse(network)
+        sparse = {module: name for name, module in find_sparse_embeddings(network).items()}
+        tied = {embedding.weight: name for embedding, name in sparse.items()}
+        for holder, module in network.named_modules():
+            for key, parameter in module.named_parameters(holder, recurse=False):
+                if parameter in tied and module not in sparse:
+                    raise Refusal(
+                        f"strategy=ddp: the embedding {tied[parameter]} makes sparse gradients, and its weight is also"
+                        f" {key}, which makes dense ones; build the embedding with sparse=False"
+                    )
 
     @override
     def refuse_compile(self, micro_batches: int) -> None:
