@@ -280,7 +280,14 @@ class TestLab:
             ("# @package _global_\nloop: {epochs: many}\n", "loop.epochs=many"),
             ("# @package _global_\nseeed: 3\n", "seeed"),
             ("loop: {epochs: 3}\n", "# @package _global_"),
-            ("# @package _global_\ndefaults:\n  - override /model: cmn\n", "model/cmn"),
+            (
+                "# @package _global_\ndefaults:\n  - override /model: cmn\n",
+                "bad.yaml: its defaults ask for model=cmn, and there is no such option; did you mean 'cnn'",
+            ),
+            (
+                "# @package _global_\ndefaults:\n  - override /model: xyzzy\n",
+                "ask for model=xyzzy, and there is no such",
+            ),
             ("# @package _global_\ntrust: [os]\n", "only the command line"),
             ("# @package _global_\nhydra: {job: {env_copy: [NOT_SET_ANYWHERE]}}\n", "NOT_SET_ANYWHERE"),
         ],

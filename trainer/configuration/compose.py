@@ -119,7 +119,7 @@ def compose_with_hydra(command: CommandLine, chosen: Sequence[str], config_dirs:
     try:
         return hydra.compose(command.config_name, [*chosen, *_searchpath(config_dirs[1:])], return_hydra_config=True)
     except Exception as error:  # Hydra answers what is wrong in a yaml with ten types of exception, and with asserts
-        raise Refusal(_hydra_error_message(error)) from error
+        raise Refusal(_missing_option_message(error, chosen, config_dirs) or _hydra_error_message(error)) from error
 
 
 def _searchpath(labs: Sequence[Path]) -> list[str]:
@@ -132,6 +132,20 @@ def _searchpath(labs: Sequence[Path]) -> list[str]:
 def quote_value(text: str) -> str:
     """A text as a value of Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _missing_option_message(error: BaseException, chosen: Sequence[str], config_dirs: list[Path]) -> str:
+    """The yaml file whose defaults ask for an option that does not exist, and the nearest; "" for another error."""
+    group, _, option = (getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+    name, known = rf"['\"]?{re.escape(option)}['\"]?", getattr(error, "options", None) or []
+    asks = re.compile(rf"^\s*-\s+(override\s+)?/?({group}(@\S+)?:\s*)?{name}\s*(#.*)?$", re.MULTILINE)
+    words = {word.rpartition("=")[2] for word in chosen}  # of several files that ask, one that was chosen
+    files = (file for place in config_dirs for file in place.rglob("*.yaml") if group)
+    for file in sorted(files, key=lambda file: (file.stem not in words, file)):
+        if asks.search(file.read_text(encoding="utf-8", errors="replace")):
+            nearest = did_you_mean(option, known) or f"; there are {', '.join(known[:30])}"
+            return f"{file}: its defaults ask for {group}={option}, and there is no such option{nearest}"
+    return ""
 
 
 def _hydra_error_message(error: BaseException) -> str:
