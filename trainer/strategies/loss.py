@@ -51,19 +51,17 @@ class MemoryFormat:
 
 
 def to_precision(network: nn.Module, task: Task, machine: Machine) -> nn.Module:
-    """The network with the types of weights, and the linear layers, that the run computes in; in place."""
+    """The network with the types of weights, and the linear layers, that the run computes in; in place.
+
+    TypeError where it has complex numbers and is to compute in fp64: torch would drop their imaginary parts.
+    """
     if machine.resolved_precision == "fp64":
-        return to_float64(network)
+        if why := why_not_float64(network):
+            raise TypeError(why)
+        return network.to(torch.float64)
     if machine.float8 and machine.resolved_precision == "bf16":
         convert_to_float8(network, task.plan(network), machine.float8)
     return network
-
-
-def to_float64(network: nn.Module) -> nn.Module:
-    """The network in fp64, in place. TypeError where it has complex numbers: torch would drop their imaginary parts."""
-    if why := why_not_float64(network):
-        raise TypeError(why)
-    return network.to(torch.float64)
 
 
 def check_first_gradients(task: Task, network: nn.Module, ranks: Ranks) -> None:
