@@ -103,6 +103,11 @@ class Compiler(NoCompiler):
             alike = len(shapes[type(unit)]) == 1
             unit.compile(dynamic=self.settings.dynamic if alike or self.settings.dynamic else False, **how)
 
+    def compile_whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function as one graph, for tensors of each shape and numbers of Python another one."""
+        options: dict[str, Any] = {"guard_filter_fn": _keep_changing_guards}
+        return torch.compile(function, backend=self.backend, fullgraph=True, dynamic=False, options=options)
+
     def _compile_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """What torch calls for each graph: Inductor, in the mode of the settings."""
         from torch._inductor import list_mode_options  # a second of imports, which most runs need not pay
@@ -150,7 +155,7 @@ def without_compile() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def keep_changing_guards(guards: Sequence[Any]) -> list[bool]:
+def _keep_changing_guards(guards: Sequence[Any]) -> list[bool]:
     """What is asked before each step: are tensors of the same shapes, and numbers in Python the same?
 
     To ask whether modules, hooks and functions are as they were takes longer than a step, and they are.

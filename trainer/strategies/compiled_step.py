@@ -23,7 +23,7 @@ from trainer.learning.optimizer import Groups, Make, without_compiler
 from trainer.learning.task import learning_task_weights, refuse_task_gradients, unwrap_task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.batch_gather import set_gather_span
-from trainer.parallel.compile import Compiler, explain_graph_errors, keep_changing_guards, without_compile
+from trainer.parallel.compile import Compiler, explain_graph_errors, without_compile
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.unused_parameters import find_always_used
 from trainer.strategies.loss import TaskNetwork, evaluation_sums, loss_shares, name_losses, zero_sums
@@ -68,10 +68,8 @@ class CompiledStepModel(ParallelModel):
         # a graph gives its gradients to the network's weights alone: nothing would show that these get some as well
         refuse_task_gradients(self.task, [*learning_task_weights(self.task, self.network)])
         assert isinstance(self.compiler, Compiler)
-        options = {"guard_filter_fn": keep_changing_guards}
-        how: Any = {"backend": self.compiler.backend, "fullgraph": True, "dynamic": False, "options": options}
-        self._compiled = torch.compile(self._step, **how)
-        self._compiled_evaluation = torch.compile(self._output_and_loss, **how)
+        self._compiled = self.compiler.compile_whole(self._step)
+        self._compiled_evaluation = self.compiler.compile_whole(self._output_and_loss)
         # numbers that change between steps are tensors: a number would be part of the graph
         device = self.strategy.device
         wide = accumulation_dtype(device)
