@@ -167,13 +167,18 @@ def _keep_changing_guards(guards: Sequence[Any]) -> list[bool]:
     ]
 
 
+def is_graph_error(error: BaseException) -> bool:
+    """Is it torch's compiler that could not go on?"""
+    return type(error).__module__.startswith("torch._dynamo")
+
+
 @contextmanager
 def explain_graph_errors() -> Iterator[None]:
     """FatalRunError where torch cannot make one graph of a step, with the line of the user's code."""
     try:
         yield
     except RuntimeError as error:
-        if not type(error).__module__.startswith("torch._dynamo"):
+        if not is_graph_error(error):
             raise
         inside = tuple(os.path.dirname(str(module.__file__)) for module in (torch, trainer))
         places = re.findall(r'File "(.+)", line (\d+)', str(error))

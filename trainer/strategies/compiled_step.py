@@ -23,7 +23,7 @@ from trainer.learning.optimizer import Groups, Make, without_compiler
 from trainer.learning.task import learning_task_weights, refuse_task_gradients, unwrap_task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.batch_gather import set_gather_span
-from trainer.parallel.compile import Compiler, explain_graph_errors, without_compile
+from trainer.parallel.compile import Compiler, explain_graph_errors, is_graph_error, without_compile
 from trainer.parallel.gradient_clipping import global_norm
 from trainer.parallel.unused_parameters import find_always_used
 from trainer.strategies.loss import TaskNetwork, evaluation_sums, loss_shares, name_losses, zero_sums
@@ -175,11 +175,14 @@ class CompiledStepModel(ParallelModel):
             x, y = self.memory_format.cast((batch.inputs, batch.targets))
             try:
                 output, loss = self._compiled_evaluation(x, y)
-            except RuntimeError:  # what is not trained need not be one graph; a mistake comes again below
-                self._evaluates_in_graph = False
-                return super().evaluate(batch, valid)
-            sums = evaluation_sums(self.task, lambda *_: loss, output, y, batch.indices.numel())
-        return sums if valid else zero_sums(sums)
+            except RuntimeError as error:
+                if not is_graph_error(error):
+                    raise
+                self._evaluates_in_graph = False  # what is not trained need not be one graph
+            else:
+                sums = evaluation_sums(self.task, lambda *_: loss, output, y, batch.indices.numel())
+                return sums if valid else zero_sums(sums)
+        return super().evaluate(batch, valid)
 
     def _output_and_loss(self, x: Any, y: Any) -> tuple[Any, Any]:
         """What is compiled of an evaluation; metrics are Python's, which may count and look at numbers."""
