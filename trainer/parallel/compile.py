@@ -22,8 +22,9 @@ from trainer.learning.parallel_plan import Plan
 from trainer.messages import FatalRunError, first_line, format_count
 
 # Functions that torch's tracer does not show to a function mode: in a graph they would draw torch's own numbers. Their
-# operators are known by these names alone.
-_UNSEEN = ("rand_like", "randn_like", "randint_like", "randperm", "multinomial", "poisson", "native_dropout")
+# operators are known by these names alone. The first two are shown by torch 2.15, and not by 2.11.
+_UNSEEN = {"rand", "randn", "rand_like", "randn_like", "randint_like"}
+_UNSEEN |= {"randperm", "multinomial", "poisson", "native_dropout"}
 
 
 @dataclass(frozen=True)
@@ -203,5 +204,5 @@ def _refuse_unseen_draws(graph: torch.fx.GraphModule) -> None:
         if node.op in ("call_function", "call_method") and name in _UNSEEN:
             raise RuntimeError(
                 f"loop.dropout=sample: a compiled module calls {name}, which torch.compile does not show; write"
-                " torch.rand(x.shape, device=x.device) or torch.randn there, or use loop.dropout=native"
+                " torch.empty_like(x).uniform_() or .normal_() there, or use loop.dropout=native"
             )

@@ -54,8 +54,10 @@ class _GraphFunctionMode(RandomFunctionMode):
         if func is checkpoint and torch.compiler.is_compiling():
             # a mode is off while it handles a call, and this one calls the network
             return func(partial(self._call, args[0]), *args[1:], **kwargs)
-        if not torch.compiler.is_compiling() or func not in RANDOM_FUNCTIONS or kwargs.get("generator") is not None:
+        if func not in RANDOM_FUNCTIONS or kwargs.get("generator") is not None:
             return super().__torch_function__(func, types, args, kwargs)
+        if not torch.compiler.is_compiling():
+            return self._leave_graph(func, types, args, kwargs)  # torch would compile what draws here as well
         graph = self._rng.graph_draws
         if graph.call is None:  # a module that runs as it is, with a part of it in this graph
             return self._leave_graph(func, types, args, kwargs)
