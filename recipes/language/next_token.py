@@ -121,7 +121,7 @@ class NextToken(Task):
         # a sample counts by its tokens that count, so that the mean is that over all ranks and micro-batches
         tokens = (target != self._skipped).sum(1) if self._ignored is not None else target.shape[1]  # (B,)
         balance = (output["balance"] * tokens).sum() / count
-        return {"tokens": self._total(output["tokens"], target) / count, "balance": balance}
+        return {"cross_entropy": self._total(output["tokens"], target) / count, "balance": balance}
 
     def _total(self, output: Tensor, target: Tensor) -> Tensor:
         if self.loss_chunk is not None and output.shape == target.shape:
