@@ -194,6 +194,7 @@ def test_the_command_line_builds_on_one_rank_and_sends(tmp_path: Path) -> None:
     checkpoints.read(found, begun)  # after a step of no length
     assert all(torch.equal(begun[name], value) for name, value in own.state_dict().items())
 
-    first, other = [json.loads((tmp_path / str(rank)).read_text())[1] for rank in range(2)]  # bytes, when it stood
+    # neither rank has ever held all of it beside its shard, not even the one that builds
+    figures = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     whole = sum(parameter.nbytes for parameter in own.parameters())
-    assert first - other > whole / 2  # they all imported the same
+    assert max(built - empty for empty, built, _ in figures) < whole, figures

@@ -149,7 +149,7 @@ def _become(words: list[str], cwd: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # TMPDIR is another
-    sys.path[0], sys.argv = cwd, words
+    sys.path[:1], sys.argv = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))], words
     code: object = 0
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
