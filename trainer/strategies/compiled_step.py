@@ -128,7 +128,7 @@ class CompiledStepModel(ParallelModel):
         return None if max_norm is None else norm
 
     def _refuse_a_graph_a_step(self, is_new: bool) -> None:
-        """FatalRunError if several steps running had no graph: each would compile for seconds."""
+        """FatalRunError if several steps running needed a graph of their own, each of which compiles for seconds."""
         self._steps_with_graphs = self._steps_with_graphs + 1 if is_new else 0
         if self._steps_with_graphs == 1:
             self._numbers = self._python_numbers()
