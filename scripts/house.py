@@ -38,7 +38,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # The limit and the goal of each figure. A limit that is not yet the goal is what was counted when it was set: whoever
 # makes the figure better sets it anew, and it gets looser only with a reason in the commit.
 LIMITS: dict[str, tuple[float, float]] = {
-    "files": (220, 165),
+    "files": (221, 165),
     "lines": (40_000, 21_500),  # to the next hundred
     "imports, % of the lines": (9.1, 8),
     "entries": (14, 14),

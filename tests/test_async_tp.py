@@ -12,9 +12,9 @@ from tests.strategies.toys import Net, Plain
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.compile import CompileSettings
-from trainer.strategies.auto import mesh
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
+from trainer.strategies.mesh import mesh
 from trainer.strategies.tp import TP
 
 

@@ -38,7 +38,15 @@ def test_from_the_command_line_to_a_step_there_are_six_calls(tmp_path: Path) -> 
 
 
 def test_one_process_does_not_import_the_compiler(tmp_path: Path) -> None:
-    python, *rest = single(*WORDS, "device=cpu", "ema.decay=0.9", "loop.max_norm=1", "run.dir=run")
+    words = (
+        *WORDS,
+        "strategy=auto",
+        "device=cpu",
+        "ema.decay=0.9",
+        "loop.max_norm=1",
+        "run.dir=run",
+    )  # auto: the default
+    python, *rest = single(*words)
     imported = set(
         re.findall(r"^import time:.*\| +(\S+)$", finish([python, "-X", "importtime", *rest], tmp_path), re.M)
     )

@@ -29,9 +29,9 @@ from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.compile import CompileSettings
 from trainer.parallel.expert_parallel import ExpertRanks
-from trainer.strategies.auto import mesh
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
+from trainer.strategies.mesh import mesh
 
 SIZES: dict[str, Any] = {"vocab_size": 30, "context": 16, "width": 16, "depth": 2, "heads": 4}
 LLAMA: dict[str, Any] = {**SIZES, "norm": "rms", "mlp": "swiglu", "rotary": 1e4, "bias": False, "tied": False}

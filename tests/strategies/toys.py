@@ -26,13 +26,13 @@ from trainer.loop.evaluation import evaluate
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.meta_model import all_in_state_dict
 from trainer.records.checkpoint.manager import CheckpointManager
-from trainer.strategies.auto import mesh
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
 from trainer.strategies.diloco import DiLoCo
 from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
+from trainer.strategies.mesh import mesh
 from trainer.strategies.pp import PP
 from trainer.strategies.single import Single
 from trainer.strategies.tp import TP
