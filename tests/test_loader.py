@@ -264,6 +264,22 @@ def test_in_the_main_process_generators_are_put_back_after_each_item() -> None:
     assert (random.random(), numpy.random.rand(), float(torch.rand(()))) == expected
 
 
+def test_an_error_of_a_data_set_that_would_be_lost_on_its_way_is_told_with_its_sample() -> None:
+    class Lost(Exception):
+        """Nobody finds a class of this name in another process."""
+
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            raise (StopIteration if self.noisy else Lost)("a bad record")
+
+    for noisy, name in ((True, "StopIteration"), (False, "Lost")):
+        for workers in (0, 1):
+            options = LoaderOptions(workers=workers, timeout=30 if workers else 0)
+            read = make_reader(Broken(4, noisy=noisy), Data().collate, 0, options, pin=False)
+            with pytest.raises(RuntimeError, match=f"data: sample 2 raised {name}: a bad record"):
+                list(read(0, [torch.tensor([2, 3])]))
+
+
 def test_a_data_set_of_tensors_is_read_in_whole_batches_with_the_same_bits() -> None:
     class ItemByItem(TensorDataset):
         pass

@@ -15,6 +15,8 @@ from tests.commands import curve, far, lines
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.recipes.test_folder import CLASSES, SHORT, WHOLE, picture
+from trainer.data.data import Data, fingerprint_items
+from trainer.data.dataset_reader import LoaderOptions, make_reader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -74,6 +76,18 @@ def test_a_set_is_told_from_another_by_its_pictures(place: Path) -> None:
     one, other = data(place / "numbers"), data(place / "numbers", repeat=2)
     assert one.fingerprint(one.train()) == other.fingerprint(other.train()) != ""
     assert one.fingerprint(one.evaluation()) != one.fingerprint(one.train())
+
+
+def test_a_set_of_the_package_itself_is_read_item_by_item() -> None:
+    class Pairs(Data):
+        def collate(self, items: Any) -> Any:
+            return torch.tensor([item["x"] for item in items]), torch.tensor([item["y"] for item in items])
+
+    dataset = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "y": [0, 1, 2]})
+    read = make_reader(dataset, Pairs().collate, 0, LoaderOptions(workers=0), pin=False)
+    ((_, inputs, targets),) = read(0, [torch.tensor([2, 0])])  # its own `batch` takes the size of a batch
+    assert (inputs.tolist(), targets.tolist()) == ([3.0, 1.0], [2, 0])
+    assert fingerprint_items(dataset)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -60,8 +61,16 @@ def fingerprint_items(dataset: Any) -> str:
 
 def _make_item_reader(dataset: Any) -> Callable[[int], Any]:
     """What reads one item; as a batch of one, if the set is read in whole batches."""
+    batch = find_batch_method(dataset)
+    return (lambda index: batch(torch.tensor([index]))) if batch else dataset.__getitem__
+
+
+def find_batch_method(dataset: Any) -> Callable[[Tensor], Any] | None:
+    """The method `batch(indices)` of a set that is read in whole batches; None if it is read item by item."""
     batch = getattr(dataset, "batch", None)
-    return (lambda index: batch(torch.tensor([index]))) if callable(batch) else dataset.__getitem__
+    # Hugging Face's sets have a batch(batch_size), which makes another set
+    is_ours = callable(batch) and "batch_size" not in signature(batch).parameters
+    return batch if is_ours else None
 
 
 def _read_leaves(read: Callable[[int], Any], index: int, seed: int) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.data.data import Data
+from trainer.data.data import Data, find_batch_method
 from trainer.data.rng import SeededDataset
 from trainer.launch.stop_signals import obey_parent_only
 from trainer.messages import BadData, Refusal, format_count
@@ -41,7 +41,7 @@ def make_reader(
     """How this data set is read: in whole batches if it offers them or is nothing but tensors, else by item."""
     if is_read_by_item(dataset, collate):
         return _ItemReader(dataset, collate, seed, loading, pin).read
-    if batch := getattr(dataset, "batch", None):
+    if batch := find_batch_method(dataset):
         return lambda epoch, lists: ((indices, *batch(indices)) for indices in lists)
     if len(dataset.tensors) != 2:
         raise _not_a_pair(dataset.tensors)
@@ -64,7 +64,7 @@ def is_read_by_item(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
     """Is this data set read item by item, and collated?"""
     # not a subclass, nor with another collate: either may do something else with the items
     is_plain = type(dataset) is TensorDataset and getattr(collate, "__func__", None) is Data.collate
-    return not is_plain and not callable(getattr(dataset, "batch", None))
+    return not is_plain and not find_batch_method(dataset)
 
 
 _MANY_BYTES = 2**18  # of a column that are indexed at once: they stay in the processor's cache until they are needed

@@ -93,9 +93,20 @@ class SeededDataset(Dataset):
         # in a worker nothing else uses the generators; in the main process the network may (dropout)
         with preserve_rng_state() if get_worker_info() is None else nullcontext():
             seed_all(mix_seeds(self._seed, epoch, index))
-            # a tensor has another method of that name
-            item = None if isinstance(self._dataset, Tensor) else getattr(self._dataset, "item", None)
-            return item(index, epoch) if callable(item) else self._dataset[index]
+            # an array has another method of that name
+            item = None if hasattr(self._dataset, "__array__") else getattr(self._dataset, "item", None)
+            try:
+                return item(index, epoch) if callable(item) else self._dataset[index]
+            except Exception as error:
+                if isinstance(error, StopIteration) or not _is_importable(type(error)):
+                    # the first would end the epoch without a word, the second never arrive from a worker process
+                    raise RuntimeError(f"data: sample {index} raised {type(error).__name__}: {error}") from error
+                raise
+
+
+def _is_importable(kind: type) -> bool:
+    """Can another process find this class by its name, as pickle does?"""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
 
 
 @contextmanager
