@@ -15,7 +15,7 @@ def auto(
     activation_checkpointing: ActivationCheckpointing = "none",
     activation_offload: bool = False,
 ) -> Strategy:
-    """One process is `single`, several are `ddp`; nothing cleverer."""
+    """One process is `single`; several are `ddp`, unless a plan has named another strategy in place of `auto`."""
     kind = Single if machine.launch.world_size == 1 else DDP
     return kind(
         sync_bn=sync_bn,
