@@ -348,6 +348,7 @@ def test_a_step_and_an_evaluation_are_one_graph_each(counting: Any, capsys: pyte
     assert re.findall(r"compile: (.*), \d+ s until now", capsys.readouterr().out) == [
         *["1 graph", "1 more, 2 graphs in all"] * 2,
     ]
+    counting("quiet", "job=evaluate")  # which has no optimizer, and compiles nothing
 
 
 def test_a_step_that_cannot_be_one_graph_is_refused_with_its_line(

@@ -512,6 +512,7 @@ def test_another_strategy_is_one_change():
         {"optimizer__lr": 0.5},
         {"schedule__warmup": 5},
         {"loop__global_batch": 64},
+        {"loop__max_norm": 0.1},
         {"precision": "bf16"},
     ],
 )

@@ -18,6 +18,7 @@ LEARNING_KEYS = (
     "optimizer",
     "schedule",
     "loop.global_batch",
+    "loop.max_norm",
     "precision",
     "tf32",
     "float8",

@@ -38,6 +38,7 @@ class CompiledStepModel(ParallelModel):
     """
 
     step_draws = True  # the loss is in the graph, and may draw
+    _evaluates_in_graph = False  # until there is an optimizer: what is only evaluated runs as it is written
 
     @override
     def optimizer(self, make: Make, groups: Groups) -> Optimizer:
