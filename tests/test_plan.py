@@ -306,6 +306,12 @@ def test_refusals(arguments: list[str], message: str) -> None:
     assert message in str(refused.value)
 
 
+def test_a_set_with_fewer_samples_than_one_rank_has_in_a_step_is_named(tmp_path: Path) -> None:
+    finish(single(*PLAN, "loop.global_batch=1438", "job.processes=[1]"), tmp_path)
+    reason = json.loads((tmp_path / "run/plan/plan.json").read_text())["refused"]["strategy=single"]
+    assert reason.startswith("one rank has 1,438 samples in a step, and the training set only 1,437; ")
+
+
 def test_several_processes_do_not_plan(tmp_path: Path) -> None:
     screen = finish(single(*TRANSFORMER, *PLAN, "processes=2"), tmp_path, code=2)
     assert "job=plan: one process plans for all; leave out processes and torchrun" in screen

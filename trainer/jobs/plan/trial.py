@@ -26,7 +26,7 @@ from trainer.jobs.plan.work import Work
 from trainer.jobs.preparation import prepare_network
 from trainer.jobs.run_parts import RunParts
 from trainer.learning.optimizer import parameter_groups
-from trainer.messages import first_line
+from trainer.messages import Refusal, first_line
 from trainer.parallel.fake_group import FakeGroup, NotYetSent
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
@@ -154,7 +154,12 @@ class StrategyTrial:
 
     def _read_batches(self) -> list[Batch]:
         """The micro-batches of one rank's largest step, with values; of the samples only the shapes matter."""
-        share = self.batches.total // self.batches.ranks  # samples of one rank in a step
+        share, size = self.batches.total // self.batches.ranks, dataset_size(self.training)
+        if share > size:  # share: samples of one rank in a step
+            raise Refusal(
+                f"one rank has {share:,} samples in a step, and the training set only {size:,}; a plan reads"
+                f" one rank's: loop.global_batch={size * self.batches.ranks}, or more samples"
+            )
         loader = TrainLoader(
             self.run.data, self.training, self._sampler, share, self.batches.micro_batches, LoaderOptions(workers=0)
         )
