@@ -102,7 +102,7 @@ CRASH, KILL = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGSEGV", "S
     [
         ((CRASH, CRASH), 1, [f"rank {rank} was ended by SIGSEGV; PYTHONFAULTHANDLER=1 shows where" for rank in (0, 1)]),
         ((NOTHING, KILL), 1, ["rank 1 was ended by SIGKILL; perhaps memory ran out"]),
-        (("signal.pause()", ASKED), STOPPED, []),  # the whole run was asked to stop, before it could listen
+        (("signal.pause()", ASKED), STOPPED, ["interrupted before the run began"]),  # before it could listen
         ((NOTHING, NOTHING), 0, []),
     ],
 )
@@ -114,6 +114,32 @@ def test_what_ended_ranks_without_a_word_is_said(
 
     assert local_launcher.run_ranks([], 2, tmp_path, 0, start)[0] == code
     assert capsys.readouterr().err.splitlines() == said
+
+
+def test_a_request_while_ranks_are_started_ends_the_run_before_it_began(tmp_path: Path) -> None:
+    def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
+        if environment["RANK"] == when:
+            os.kill(os.getpid(), signal.SIGINT)
+        return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+    when = "0"  # imports what all ranks need
+    with pytest.raises(KeyboardInterrupt):
+        local_launcher.run_ranks([], 2, tmp_path / "0", 0, start)
+    when = "1"
+    assert local_launcher.run_ranks([], 2, tmp_path / "1", 0, start) == (STOPPED, [signal.SIGINT])
+
+
+def test_a_rank_that_listens_does_not_wait_for_one_that_did_not_yet(tmp_path: Path) -> None:
+    os.mkfifo(meeting := tmp_path / "meeting")
+    acts = [
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(meeting)!r}, 'w').close(); signal.pause()",
+        f"open({str(meeting)!r}).close(); {ASKED}",
+    ]
+
+    def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", f"import os, signal; {acts[int(environment['RANK'])]}"])
+
+    assert local_launcher.run_ranks([], 2, tmp_path, 0, start) == (STOPPED, [signal.SIGTERM])
 
 
 @pytest.mark.long

@@ -36,7 +36,6 @@ from trainer.launch.child_processes import (
     start_program,
 )
 from trainer.launch.launcher_environment import read_launch
-from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import process_age
 from trainer.messages import Refusal
@@ -76,8 +75,7 @@ def main() -> None:
     except Refusal as refusal:
         failure.exit_refused(str(refusal), launch)
     except KeyboardInterrupt:  # before there was a run that listens to it
-        say("interrupted before the run began")
-        failure.exit_process(failure.exit_code(False, launch))
+        failure.exit_interrupted(launch)
     except BrokenPipeError:  # of --help and its like: the program that read it has gone
         failure.exit_process(1)
     except failure.RunFailed as failed:

@@ -106,15 +106,26 @@ def run_ranks(
     `<rank>/error.json`. attempt: how often the same run has been started before.
     """
     children: list[ChildProcess] = []
-    with OutputRelay() as relay, forward_signals(children) as signals:
+    with OutputRelay() as relay:
+
+        def start(rank: int) -> None:
+            environment = _rank_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            children.append(starter(arguments, environment, relay.stdout, relay.stderr))
+
         try:
-            for rank in range(count):
-                environment = _rank_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
-                children.append(starter(arguments, environment, relay.stdout, relay.stderr))
-            code = combine_exit_codes(_wait_for_all(children, relay, signals), bool(signals))
+            start(0)  # which may import for seconds: until then a signal ends this process at once
+            with forward_signals(children) as signals:
+                for rank in range(1, count):
+                    start(rank)
+                # one that came meanwhile did not reach all; there is no run yet
+                codes = [-signals[0]] if signals else _wait_for_all(children, relay, signals)
         finally:
             for child in children:
                 child.kill()  # does nothing to those that have ended
+                child.wait()
+    code = combine_exit_codes(codes, bool(signals))
+    if code == STOPPED and min(codes) < 0:
+        say("interrupted before the run began")
     # a sweep that has started this command looks for the report where launchers do
     if (first := _first_error_file(scratch)) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         shutil.copyfile(first, file)
@@ -126,7 +137,8 @@ def combine_exit_codes(codes: Sequence[int], stop: bool) -> int:
     bad = [code for code in codes if code not in (0, STOPPED)]
     if not bad:
         return codes[0]  # the main rank knows whether it was stopped
-    if stop and all(-code in STOP_SIGNALS for code in bad):
+    ended_by = {-code for code in bad}
+    if stop and ended_by.intersection(STOP_SIGNALS) and ended_by <= {*STOP_SIGNALS, signal.SIGKILL}:
         return STOPPED  # before there was anything to save
     return 2 if 2 in bad else 1
 
@@ -173,6 +185,9 @@ def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, signals:
         if failed_at is None and any(child.poll() not in (None, 0, STOPPED) for child in children):
             failed_at = time.monotonic()
             send(signal.SIGCONT)  # a rank that was stopped (SIGSTOP) must run to hear that the run is over
+        # a rank that did not listen yet has ended, and there will be no run; those that did would wait for it
+        if signals and any(-(child.poll() or 0) in STOP_SIGNALS for child in children):
+            send(signal.SIGKILL)
         # after a failure: first they notice it by themselves, then they are asked to end, then they are killed
         late = time.monotonic() - failed_at if failed_at is not None else 0.0
         if late > _NOTICE_TIMEOUT and not terminated:
