@@ -85,6 +85,8 @@ def test_what_cannot_be_one_graph_is_refused() -> None:
     strategy = Single(machine=Machine(device="cpu", compile=CompileSettings("step")))
     with pytest.raises(Refusal, match=r"loop\.micro_batches=2: .* has one micro-batch"):
         strategy.refuse_compile(2)
+    with pytest.raises(Refusal, match=r"activation_offload .* use compile\.mode=default"):
+        Single(machine=strategy.machine, activation_offload=True).refuse_compile(1)
     with pytest.raises(Refusal, match=r"goes without strategy\.compress: .* in one message"):
         DDP(machine=strategy.machine, compress="bf16").refuse_compile(1)
     for network, make, said in (

@@ -65,9 +65,11 @@ class Strategy(RankContext):
             raise Refusal(
                 f"compile.mode=step and loop.micro_batches={micro_batches}: a graph has one micro-batch; use 1"
             )
-        if self.activation_checkpointing != "none" or self.machine.resolved_precision == "fp16":
+        moved = self.activation_checkpointing != "none" or self.activation_offload
+        if moved or self.machine.resolved_precision == "fp16":
             raise Refusal(
-                "compile.mode=step goes with neither activation_checkpointing nor precision=fp16; use default"
+                "compile.mode=step goes without activation_checkpointing, activation_offload and precision=fp16; use"
+                " compile.mode=default"
             )
 
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
