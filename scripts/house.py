@@ -39,7 +39,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # makes the figure better sets it anew, and it gets looser only with a reason in the commit.
 LIMITS: dict[str, tuple[float, float]] = {
     "files": (221, 165),
-    "lines": (40_000, 21_500),  # to the next hundred
+    "lines": (40_100, 21_500),  # to the next hundred
     "imports, % of the lines": (9.1, 8),
     "entries": (14, 14),
     "rooms": (19, 21),

@@ -513,6 +513,7 @@ def test_another_strategy_is_one_change():
         {"schedule__warmup": 5},
         {"loop__global_batch": 64},
         {"loop__max_norm": 0.1},
+        {"loop__dropout": "native"},
         {"precision": "bf16"},
     ],
 )

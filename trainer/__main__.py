@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ from trainer.launch.child_processes import (
     start_program,
 )
 from trainer.launch.launcher_environment import read_launch
+from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import process_age
 from trainer.messages import Refusal
@@ -50,6 +52,8 @@ def main() -> None:
         # which of the processes of a launch this is
         refuse_overwritten()
         launch = replace(read_launch(), owns_process=True)
+        if launch.waiting_parent is not None and launch.world_size > 1:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it listens; who started it ends the others, too
         if parse_command_line(arguments).multirun:
             from trainer.sweeps.sweep import run_sweep
 
@@ -75,7 +79,8 @@ def main() -> None:
     except Refusal as refusal:
         failure.exit_refused(str(refusal), launch)
     except KeyboardInterrupt:  # before there was a run that listens to it
-        failure.exit_interrupted(launch)
+        say("interrupted before the run began")
+        failure.exit_process(failure.exit_code(False, launch))
     except BrokenPipeError:  # of --help and its like: the program that read it has gone
         failure.exit_process(1)
     except failure.RunFailed as failed:

@@ -168,6 +168,10 @@ WORDS = {
         [*BOOK, "strategy=cp", "strategy.attention=ring", "compile.mode=default", "loop.dropout=native"],
         "strategy.attention=ring: a compiled graph has no messages from rank to rank",
     ),
+    "no context rank": (
+        ["strategy=fsdp", "strategy.attention=ring"],
+        "strategy.attention=ring says how context ranks get keys and values, and here is one; strategy.context=2",
+    ),
     "ddp": ([*BOOK, "strategy=ddp", "strategy.context=2"], "It is a key of strategy=cp or ddp_cp or"),
     "processes": (
         [*BOOK, "strategy=ddp_cp", "strategy.context=4"],

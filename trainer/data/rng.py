@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property
+from traceback import format_exception_only
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,8 @@ class SeededDataset(Dataset):
             except Exception as error:
                 if isinstance(error, StopIteration) or not _is_importable(type(error)):
                     # the first would end the epoch without a word, the second never arrive from a worker process
-                    raise RuntimeError(f"data: sample {index} raised {type(error).__name__}: {error}") from error
+                    what = format_exception_only(error)[-1].strip()
+                    raise RuntimeError(f"data: sample {index} raised {what}") from error
                 raise
 
 

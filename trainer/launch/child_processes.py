@@ -154,9 +154,13 @@ class ForkedProcess:
             stream.flush()  # or both processes would print what is still in the buffer
         gc.freeze()  # a garbage collection would write into every page, and so copy all of them
         self.returncode: int | None = None
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, STOP_SIGNALS
+        )  # the child hears them from `set_up_forked_child` on
         self.pid = os.fork()
         if not self.pid:
             _call_and_exit(target)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def poll(self) -> int | None:
         """The exit code, the negative number of a signal; None: it has not ended."""
@@ -188,6 +192,9 @@ class ForkedProcess:
 
 def _call_and_exit(target: Callable[[], object]) -> NoReturn:
     """In the new process: after the function, nothing of the process that forked it may run here."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         target()
         os._exit(0)
@@ -205,9 +212,6 @@ def set_up_forked_child(
     stdout, stderr: descriptors; None: those that it has.
     """
     os.setsid()  # a terminal's Ctrl-C comes to the parent alone, which forwards it once
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for source, descriptor in ((stdout, 1), (stderr, 2)):
         if source is not None:
             os.dup2(source, descriptor)

@@ -176,15 +176,6 @@ def exit_code(done: bool, launch: Launch, lost: bool = False) -> int:
     return 0 if launch.restarted_by_launcher and not lost else code
 
 
-def exit_interrupted(launch: Launch) -> NoReturn:
-    """End a process that was interrupted before there was a run that listens; a rank of `processes=N` by the signal."""
-    if launch.waiting_parent is not None and launch.world_size > 1:  # who ends the others, which would wait for it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    say("interrupted before the run began")
-    exit_process(exit_code(False, launch))
-
-
 def exit_process(code: int) -> NoReturn:
     """End the process now. What would run at an ordinary exit can hang or abort once processes have been grouped."""
     for stream in (sys.stdout, sys.stderr):

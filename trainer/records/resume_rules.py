@@ -19,6 +19,7 @@ LEARNING_KEYS = (
     "schedule",
     "loop.global_batch",
     "loop.max_norm",
+    "loop.dropout",
     "precision",
     "tf32",
     "float8",

@@ -196,6 +196,11 @@ class Meshed(Joined):
                     f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"
                     " ranks have stretches of a sequence; strategy=ddp and strategy=fsdp carry a state"
                 )
+        elif self.attention != "auto" and world_size > 1:
+            raise Refusal(
+                f"strategy.attention={self.attention} says how context ranks get keys and values, and here is one;"
+                " strategy.context=2, or strategy.attention=auto"
+            )
 
     @override
     def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
