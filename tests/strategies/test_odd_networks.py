@@ -260,6 +260,33 @@ def test_where_it_would_learn_through_its_own_it_is_refused(processes: Processes
         assert "other parameters than its own" in said
 
 
+class Codebook(nn.Module):
+    """Its forward puts a new parameter in the place of another, as VQ-VAEs with moving averages do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.mean = Net(), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = nn.Parameter(0.9 * self.mean + 0.1 * x.mean(0))
+        return self.net(x - self.mean.detach())
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (1, Case("single")),
+        (2, Case("fsdp")),
+        pytest.param(2, Case("ddp"), marks=pytest.mark.long),
+        pytest.param(2, Case("ddp", {"find_unused_parameters": True}), marks=pytest.mark.long),
+    ],
+)
+def test_a_forward_that_replaces_parameters_is_refused(processes: Processes, size: int, case: Case) -> None:
+    for said in processes.run(size, refused, Codebook, case.but(steps=1)):
+        assert said.startswith("the forward puts new parameters in the place of mean: ")
+
+
 @dataclass
 class Answer:
     """A dataclass that nobody has told torch of."""

@@ -18,7 +18,7 @@ from trainer.learning.optimizer import find_sparse_embeddings
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.compile import without_compile
-from trainer.strategies.loss import FlatOutput, Forward, unflatten_output
+from trainer.strategies.loss import FlatOutput, Forward, refuse_replaced_parameters, unflatten_output
 from trainer.strategies.multi_process import Joined
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
@@ -91,9 +91,10 @@ class DDPModel(ParallelModel):
         if not self._trained:
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")
         # DDP would fail only in the second step, and name no parameters
-        unused = (
-            [] if strategy.find_unused_parameters or strategy.static_graph else self._trial_backward(self.step_module)
-        )
+        unused: list[str] = []
+        if not (strategy.find_unused_parameters or strategy.static_graph):
+            with refuse_replaced_parameters(self.network, strategy.world):
+                unused = self._trial_backward(self.step_module)
         if unused:
             raise Refusal(
                 f"these parameters get no gradient: {format_names(unused, 8)}; set strategy.find_unused_parameters=true"

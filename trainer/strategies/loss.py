@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from typing_extensions import override
 
 from trainer.data.nested_tensors import cast_floats, map_tensors, replace_tensors, tensors
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.task import Task, loss_weight, refuse_task_gradients, task_weights_with_gradient
-from trainer.messages import Refusal
+from trainer.messages import Refusal, format_names
 from trainer.parallel.buckets import to_accumulator, to_summand
 from trainer.parallel.float8_linear import convert_to_float8
 from trainer.parallel.ranks import Ranks, gather_exceptions
@@ -69,6 +71,34 @@ def check_first_gradients(task: Task, network: nn.Module, ranks: Ranks) -> None:
     _check_gradient_layouts(network)
     of_ranks = gather_exceptions(ranks, task_weights_with_gradient(task, network))  # all ranks; as a rule nothing
     refuse_task_gradients(task, next(filter(None, of_ranks), []))
+
+
+@contextmanager
+def refuse_replaced_parameters(network: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Collective at its end: Refusal if a forward has put new parameters in the places of some.
+
+    A shard would come back after the forward, without a word, and the optimizer steps the old ones.
+    """
+    places = {module: name for name, module in network.named_modules()}
+    replaced: list[str] = []
+
+    def note(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        # who sets attributes in its own way is also given FSDP's shards in that way
+        by_torch = module in places and type(module).__setattr__ is nn.Module.__setattr__
+        if by_torch and module._parameters.get(name, parameter) is not parameter:
+            replaced.append(f"{places[module]}.{name}".lstrip("."))
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if names := next(filter(None, gather_exceptions(ranks, replaced)), None):  # all ranks; as a rule nothing
+        raise Refusal(
+            f"the forward puts new parameters in the place of {format_names([*dict.fromkeys(names)], 8)}: no optimizer"
+            " and no other rank knows of them. What a forward computes belongs into a buffer (register_buffer), from"
+            " trainer.gather(x), the samples of all ranks (docs/one-curve.md)"
+        )
 
 
 def _check_gradient_layouts(network: nn.Module) -> None:

@@ -42,6 +42,7 @@ from trainer.strategies.loss import (
     loss_shares,
     name_losses,
     refuse_extra_state,
+    refuse_replaced_parameters,
     scale_loss,
     to_precision,
     zero_sums,
@@ -171,7 +172,9 @@ class ParallelModel:
         self.scaler.begin()
         # weighted: a mean of the means of micro-batches would be wrong if these have different weights
         share_of = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
-        sums = self.run_micro_batches(batches, step, share_of)
+        first = refuse_replaced_parameters(self.network, self.strategy.world) if self.before_first_step else NOTHING
+        with first:
+            sums = self.run_micro_batches(batches, step, share_of)
         self.watch.end_forward_backward()
         self.finish_gradients()
         self.scaler.observe_loss(sums["loss"])
