@@ -43,6 +43,11 @@ CASES = {
     "graph": "graph network, one graph a batch",
     "experts": "mixture of experts",
     "lightning_module": "a LightningModule",
+    "vqvae": "VQ-VAE, codebook of moving averages",
+    "fno": "Fourier neural operator, complex weights",
+    "speech": "speech: packed sequences, CTC",
+    "bag": "EmbeddingBag, sparse gradients",
+    "mae": "masked autoencoder of transformers",
 }
 SINGLE: list[str] = []
 COLUMNS = {

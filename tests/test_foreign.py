@@ -42,8 +42,9 @@ def test_the_page_has_every_case_and_no_mistake() -> None:
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_cell_of_the_page_is_true(case: str, column: str) -> None:
-    for package in {"bert": ["transformers"], "t5": ["transformers"], "lightning_module": ["lightning"]}.get(case, []):
-        pytest.importorskip(package)
+    packages = dict.fromkeys(("bert", "t5", "mae"), "transformers") | {"lightning_module": "lightning"}
+    if case in packages:
+        pytest.importorskip(packages[case])
     assert outcome(cell(case, column)) == outcome(table()[case, column])
 
 
