@@ -167,7 +167,7 @@ def _division_cause(
     return {
         Phase.DATA: (
             "the data: an item depends on the other samples of its batch; it may depend on the index, and on the"
-            " generators that are seeded for it (in Data.augment and Data.mix: `random`)"
+            " generators that are seeded for it (in Data.augment and Data.mix: `random`). Data.collate must not sort"
         ),
         Phase.LOSS: (
             "the task: Task.loss must be the mean over the Task.weight units of its own samples. A sum, or a division"
