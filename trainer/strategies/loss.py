@@ -85,7 +85,7 @@ def refuse_replaced_parameters(network: nn.Module, ranks: Ranks) -> Iterator[Non
     def note(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         # who sets attributes in its own way is also given FSDP's shards in that way
         by_torch = module in places and type(module).__setattr__ is nn.Module.__setattr__
-        if by_torch and module._parameters.get(name, parameter) is not parameter:
+        if by_torch and getattr(module, name, parameter) is not parameter:
             replaced.append(f"{places[module]}.{name}".lstrip("."))
 
     handle = register_module_parameter_registration_hook(note)
