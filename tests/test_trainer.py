@@ -325,7 +325,7 @@ def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: P
         run.trainer.fit(None)
     evaluation = [False] * 3  # batches of 50 of 101 samples
     training = [item for step in range(1, 6) for item in (True, step, *(evaluation if step in (4, 5) else ()))]
-    assert seen == [*[False] * 3, *training]  # a rehearsal first, and a look at what metrics make of one sample
+    assert seen == [*[False] * 2, *training]  # first a rehearsal: a batch, and then one sample
 
 
 def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:
@@ -648,3 +648,16 @@ def test_a_batch_norm_without_statistics_is_tried_with_as_many_samples_as_it_get
         said = pytest.raises(Refusal, match=r"^1 is a BatchNorm .* of 33 samples .* a micro-batch of one")
         with said if size % 32 == 1 else nullcontext():
             trial_evaluation(strategy, model, Plain(), loader, {})
+
+
+def test_a_trial_that_fails_on_one_sample_says_that_it_had_one() -> None:
+    class Squeezes(Plain):
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return torch.nn.functional.binary_cross_entropy_with_logits(output[:, :1].squeeze(), target[0].double())
+
+    with Single(machine=Machine(launch=Launch(), device="cpu", precision="fp64")) as strategy:
+        loader = EvalLoader(ToyData(), ToyData().evaluation(), strategy.slice, 32, 1, LoaderOptions())
+        model = strategy.build(Squeezes(), Net(), loader.example())
+        with pytest.raises(ValueError, match="Target size") as caught:
+            trial_evaluation(strategy, model, Squeezes(), loader, {})
+        assert caught.value.__notes__[0].startswith("This was a trial with a batch of 1 sample, ")

@@ -7,7 +7,7 @@ Around the task are, while it runs: `GatheringTask`, if the task has `gathered`;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from trainer.data.loader import EvalLoader
 from trainer.data.nested_tensors import map_tensors
 from trainer.learning.task import Task, TaskWrapper, gathers_samples, is_list_of_samples, unwrap_task
 from trainer.loop.media_logging import Batches, NoMediaLogger, SampleTask
-from trainer.messages import Refusal, did_you_mean, first_line
+from trainer.messages import Refusal, did_you_mean, first_line, format_count
 from trainer.parallel.batch_norm import norms_without_statistics
 from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.strategies.base import Strategy
+from trainer.strategies.machine import NOTHING
 from trainer.strategies.parallel_model import ParallelModel
 
 Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
@@ -162,17 +163,17 @@ class ShapeCheckingTask(TaskWrapper):
         return {name: torch.zeros(pairs[name][0]) if name in self.mismatches else sums[name] for name in pairs}
 
 
-def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> None:
-    """Collective: Refusal if the metrics of one sample have other shapes than those of a micro-batch."""
-    first_batch, _ = next(iter(loader.batches(range(1))))
+@contextmanager
+def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> Iterator[None]:
+    """Around a trial evaluation, collective: Refusal if metrics of one sample have other shapes than those inside."""
     # all ranks, once: stages have other layers. These may fail on one sample, which a run need not have
     layers = [name for of_rank in gather_exceptions(ranks, norms_without_statistics(model.network)) for name in of_rank]
     smallest = loader.smallest_batch(loader.least_samples() if layers else 1)
     task, model.task = model.task, (checking := ShapeCheckingTask(model.task))
     try:
-        with torch.no_grad():
-            for batch in (first_batch, smallest):
-                model.evaluate(batch, 1)
+        yield
+        with torch.no_grad(), _explain_smallest(smallest):
+            model.evaluate(smallest, 1)
     except ValueError as error:
         if not layers or "more than 1 value per channel" not in str(error):
             raise
@@ -186,6 +187,20 @@ def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks
     mismatches = gather_exceptions(ranks, checking.mismatches)  # all ranks, once; as a rule nothing
     for name, shapes in (pair for of_rank in mismatches for pair in of_rank.items()):
         raise Refusal(f"Task.metrics: {name} {describe_shapes(*shapes)}")
+
+
+@contextmanager
+def _explain_smallest(batch: Any) -> Iterator[None]:
+    """Inside, an error says that the batch was this small: a user has seen none of that size."""
+    try:
+        yield
+    except Exception as error:
+        count = format_count(batch.indices.numel(), "sample")
+        error.add_note(
+            f"This was a trial with a batch of {count}, which an evaluation may have at its end. Often a squeeze() has"
+            " taken away the batch's own dimension: squeeze(-1) takes the last one alone."
+        )
+        raise
 
 
 def shape_of(value: Tensor | float) -> Shape:
@@ -218,8 +233,8 @@ def trial_evaluation(
     Refusal if the task has no metric that is wanted (key of the configuration → name, such as checkpoint.best), or if
     its metrics are no sums.
     """
-    refuse_varying_metric_shapes(model, loader, strategy.world)
-    metrics = evaluate_batches(strategy, model, task, loader, range(1), media)
+    checks = refuse_varying_metric_shapes(model, loader, strategy.world)
+    metrics = evaluate_batches(strategy, model, task, loader, range(1), media, checks)
     if taken := sorted({"kind", "time", "step", "epoch", "samples"}.intersection(metrics)):
         raise Refusal(f"Task.metrics: {taken[0]} is the name of something else in metrics.jsonl; give it another one")
     for key, name in wanted.items():
@@ -236,14 +251,22 @@ def evaluate_batches(
     loader: EvalLoader,
     numbers: Sequence[int],
     media: NoMediaLogger = NO_MEDIA,
+    checks: AbstractContextManager[None] = NOTHING,
 ) -> dict[str, float]:
-    """Collective: metrics over the batches with these numbers, of the weights and of their average."""
+    """Collective: metrics over the batches with these numbers, of the weights and of their average.
+
+    checks: around what is computed; the task sees the totals only if they have passed.
+    """
+    totals: dict[str, Totals] = {}
+    with checks:
+        for prefix, weights in model.average.views():
+            with weights, media.record_worst(model, prefix) as observe:
+                of_view = _compute_totals(strategy, model, observe(loader.batches(numbers)))
+            assert of_view is not None, "nobody was asked to stop"
+            totals[prefix] = of_view
     metrics: dict[str, float] = {}
-    for prefix, weights in model.average.views():
-        with weights, media.record_worst(model, prefix) as observe:
-            totals = _compute_totals(strategy, model, observe(loader.batches(numbers)))
-        assert totals is not None, "nobody was asked to stop"
-        metrics |= _finish_metrics(task, totals, prefix)
+    for prefix, of_view in totals.items():
+        metrics |= _finish_metrics(task, of_view, prefix)
     return metrics
 
 
