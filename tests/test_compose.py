@@ -112,6 +112,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("compile.fullgraph=yes", "compile.fullgraph=yes", "true or false"),
     ("compile={mode: step, dynamic: true}", "compile.dynamic=true", "of fixed sizes"),
     ("precision=fp8", "precision=fp8", "bf16"),
+    ("float8=fp8", "float8=fp8", "one of false, tensorwise, rowwise"),
     ("device=gpu", "device=gpu", "cuda"),
     ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),
     ("loop.steps=${nope}", "loop.steps", "nope"),

@@ -68,7 +68,8 @@ def convert(value: Any, annotation: Any) -> Any:
     if isinstance(value, Mapping) and "_target_" in value:
         return value
     if kind is Literal:
-        return require(value, value in args, "one of " + ", ".join(map(str, args)))
+        words = (str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)  # as yaml has them
+        return require(value, value in args, f"one of {', '.join(words)}")
     if kind in _LISTS:
         return _convert_items(value, kind, args)
     if kind in (dict, Mapping):
