@@ -143,7 +143,8 @@ def test_objects_of_a_cell_are_trained_without_a_configuration(notebook: Noteboo
     code = dict(BLOCK.findall((DOCS / "python.md").read_text()))["points.py"]
     for _ in range(2):  # who has a cell runs it twice
         said = notebook.cell(code)
-        assert (said.error, "[[1.0000, 1.0000" in said.text) == ("", True), said
+        # torch prints 1. where all are exactly 1: first weights follow from the cells before
+        assert (said.error, bool(re.search(r"\[\[1\.0*, 1\.0*, ", said.text))) == ("", True), said
 
 
 @pytest.mark.long
