@@ -154,9 +154,8 @@ class ForkedProcess:
             stream.flush()  # or both processes would print what is still in the buffer
         gc.freeze()  # a garbage collection would write into every page, and so copy all of them
         self.returncode: int | None = None
-        mask = signal.pthread_sigmask(
-            signal.SIG_BLOCK, STOP_SIGNALS
-        )  # the child hears them from `set_up_forked_child` on
+        # a signal in between would find this process's handlers in the child, and be lost
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self.pid = os.fork()
         if not self.pid:
             _call_and_exit(target)
