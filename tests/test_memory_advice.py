@@ -66,8 +66,8 @@ def test_an_evaluation_forward_is_cut_as_a_training_forward_is(train: Callable[.
     room, _ = train("loop.global_batch=64", "loop.micro_batches=4")
     assert max(room.seen[True]) == 16
     assert max(room.seen[False]) == 64  # of 256, also in the rehearsal
-    # the rehearsal, and one sample, to compare the shapes of metrics; and every sample once
-    assert sum(room.seen[False]) == 256 + 1 + 360
+    # a micro-batch and one sample, to compare the shapes of metrics; the rehearsal; and every sample once
+    assert sum(room.seen[False]) == 64 + 1 + 256 + 360
     room, _ = train("loop.global_batch=64", "loop.micro_batches=4", "loop.eval_batch=40")
     assert max(room.seen[False]) == 10
 

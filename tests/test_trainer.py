@@ -325,7 +325,7 @@ def test_a_task_hears_of_every_step_and_sees_the_network_in_its_mode(tmp_path: P
         run.trainer.fit(None)
     evaluation = [False] * 3  # batches of 50 of 101 samples
     training = [item for step in range(1, 6) for item in (True, step, *(evaluation if step in (4, 5) else ()))]
-    assert seen == [*[False] * 2, *training]  # first a rehearsal: a batch, and then one sample
+    assert seen == [*[False] * 3, *training]  # a rehearsal first, and a look at what metrics make of one sample
 
 
 def test_a_request_to_stop_finishes_the_step_and_saves(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ Around the task are, while it runs: `GatheringTask`, if the task has `gathered`;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from trainer.messages import Refusal, did_you_mean, first_line, format_count
 from trainer.parallel.batch_norm import norms_without_statistics
 from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.strategies.base import Strategy
-from trainer.strategies.machine import NOTHING
 from trainer.strategies.parallel_model import ParallelModel
 
 Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
@@ -163,17 +162,18 @@ class ShapeCheckingTask(TaskWrapper):
         return {name: torch.zeros(pairs[name][0]) if name in self.mismatches else sums[name] for name in pairs}
 
 
-@contextmanager
-def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> Iterator[None]:
-    """Around a trial evaluation, collective: Refusal if metrics of one sample have other shapes than those inside."""
+def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks: Ranks) -> None:
+    """Collective: Refusal if the metrics of one sample have other shapes than those of a micro-batch."""
+    first_batch, _ = next(iter(loader.batches(range(1))))
     # all ranks, once: stages have other layers. These may fail on one sample, which a run need not have
     layers = [name for of_rank in gather_exceptions(ranks, norms_without_statistics(model.network)) for name in of_rank]
     smallest = loader.smallest_batch(loader.least_samples() if layers else 1)
     task, model.task = model.task, (checking := ShapeCheckingTask(model.task))
     try:
-        yield
-        with torch.no_grad(), _explain_smallest(smallest):
-            model.evaluate(smallest, 1)
+        with torch.no_grad():
+            model.evaluate(first_batch, 1)
+            with _explain_smallest(smallest):
+                model.evaluate(smallest, 1)
     except ValueError as error:
         if not layers or "more than 1 value per channel" not in str(error):
             raise
@@ -233,8 +233,8 @@ def trial_evaluation(
     Refusal if the task has no metric that is wanted (key of the configuration → name, such as checkpoint.best), or if
     its metrics are no sums.
     """
-    checks = refuse_varying_metric_shapes(model, loader, strategy.world)
-    metrics = evaluate_batches(strategy, model, task, loader, range(1), media, checks)
+    refuse_varying_metric_shapes(model, loader, strategy.world)
+    metrics = evaluate_batches(strategy, model, task, loader, range(1), media)
     if taken := sorted({"kind", "time", "step", "epoch", "samples"}.intersection(metrics)):
         raise Refusal(f"Task.metrics: {taken[0]} is the name of something else in metrics.jsonl; give it another one")
     for key, name in wanted.items():
@@ -251,22 +251,14 @@ def evaluate_batches(
     loader: EvalLoader,
     numbers: Sequence[int],
     media: NoMediaLogger = NO_MEDIA,
-    checks: AbstractContextManager[None] = NOTHING,
 ) -> dict[str, float]:
-    """Collective: metrics over the batches with these numbers, of the weights and of their average.
-
-    checks: around what is computed; the task sees the totals only if they have passed.
-    """
-    totals: dict[str, Totals] = {}
-    with checks:
-        for prefix, weights in model.average.views():
-            with weights, media.record_worst(model, prefix) as observe:
-                of_view = _compute_totals(strategy, model, observe(loader.batches(numbers)))
-            assert of_view is not None, "nobody was asked to stop"
-            totals[prefix] = of_view
+    """Collective: metrics over the batches with these numbers, of the weights and of their average."""
     metrics: dict[str, float] = {}
-    for prefix, of_view in totals.items():
-        metrics |= _finish_metrics(task, of_view, prefix)
+    for prefix, weights in model.average.views():
+        with weights, media.record_worst(model, prefix) as observe:
+            totals = _compute_totals(strategy, model, observe(loader.batches(numbers)))
+        assert totals is not None, "nobody was asked to stop"
+        metrics |= _finish_metrics(task, totals, prefix)
     return metrics
 
 
