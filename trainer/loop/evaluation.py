@@ -172,8 +172,15 @@ def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks
     try:
         with torch.no_grad():
             model.evaluate(first_batch, 1)
-            with _explain_smallest(smallest):
+            try:
                 model.evaluate(smallest, 1)
+            except Exception as error:  # a user may have seen no batch of that size
+                error.add_note(
+                    f"This was a trial with a batch of {format_count(smallest.indices.numel(), 'sample')}, which an"
+                    " evaluation may have at its end. Often a squeeze() has taken away the batch's own dimension:"
+                    " squeeze(-1) takes the last one alone."
+                )
+                raise
     except ValueError as error:
         if not layers or "more than 1 value per channel" not in str(error):
             raise
@@ -187,20 +194,6 @@ def refuse_varying_metric_shapes(model: ParallelModel, loader: EvalLoader, ranks
     mismatches = gather_exceptions(ranks, checking.mismatches)  # all ranks, once; as a rule nothing
     for name, shapes in (pair for of_rank in mismatches for pair in of_rank.items()):
         raise Refusal(f"Task.metrics: {name} {describe_shapes(*shapes)}")
-
-
-@contextmanager
-def _explain_smallest(batch: Any) -> Iterator[None]:
-    """Inside, an error says that the batch was this small: a user has seen none of that size."""
-    try:
-        yield
-    except Exception as error:
-        count = format_count(batch.indices.numel(), "sample")
-        error.add_note(
-            f"This was a trial with a batch of {count}, which an evaluation may have at its end. Often a squeeze() has"
-            " taken away the batch's own dimension: squeeze(-1) takes the last one alone."
-        )
-        raise
 
 
 def shape_of(value: Tensor | float) -> Shape:
