@@ -13,12 +13,11 @@ import torch
 import torch._inductor.config
 import torch.distributed._symmetric_memory
 import torch.distributed.tensor  # torch does not import it by itself, and names in it are looked up here
-import torch.testing._internal.distributed.multi_threaded_pg
+import torch.testing._internal.distributed.fake_pg
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PRODUCT = sorted(path for name in ("trainer", "recipes", "scripts") for path in (CHECKOUT / name).rglob("*.py"))
 
-THREADS = "scripts/control_plane/ranks_as_threads.py"
 # name → the one file that uses it; the reason stands above
 PRIVATE = {
     # How torch splits a layer by a style; whoever splits a little more than it does has no public name to call.
@@ -69,11 +68,6 @@ PRIVATE = {
     # Asynchronous tensor parallelism, and memory that GPUs read of each other: torch has no public switch; in 2.15.
     "torch._inductor.config._micro_pipeline_tp": "trainer/parallel/compile.py",
     "torch.distributed._symmetric_memory": "trainer/parallel/async_tensor_parallel.py",
-    # Ranks as threads, each with a world of its own, as torch's own tests have them: scripts/scale counts them.
-    "torch.testing._internal.distributed.multi_threaded_pg._install_threaded_pg": THREADS,
-    "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._world": THREADS,
-    "torch.testing._internal.distributed.multi_threaded_pg.ThreadLocalWorld._get_world": THREADS,
-    "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
     # Attention that also gives the logarithm of its sum, by which parts of it are added up, and its gradients; 2.11 to
     # 2.15. The public function gives no such number.
     **{

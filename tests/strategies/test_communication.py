@@ -62,3 +62,9 @@ def test_fsdp_gathers_what_is_frozen_and_sends_no_gradient_of_it(processes: Proc
 
 def test_one_process_sends_nothing(processes: Processes) -> None:
     assert processes.run(1, collectives_of_a_step, Case("single")) == [[]]
+
+
+@pytest.mark.parametrize("strategy", quickly(["ddp", "fsdp"], "ddp"))  # zero1 sends each owner its own
+def test_a_step_has_as_many_collectives_however_many_ranks_there_are(processes: Processes, strategy: str) -> None:
+    two, four = (processes.run(n, collectives_of_a_step, Case(strategy))[0] for n in (2, 4))
+    assert [name for name, _ in two] == [name for name, _ in four]
