@@ -78,10 +78,6 @@ class Strategy(RankContext):
         share: the samples of a data rank in a step.
         """
 
-    def least_layers(self, world_size: int) -> int:
-        """How many layers of a kind a network must have at least, to be spread over so many processes."""
-        return 1
-
     def outline(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
         """The network, to be checked and built: here whole, because every rank keeps all of it.
 

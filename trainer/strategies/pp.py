@@ -84,11 +84,6 @@ class PP(Meshed):
         return StageLayout(self.degrees(world_size)["pipe"], each, kind.v_shaped)
 
     @override
-    def least_layers(self, world_size: int) -> int:
-        """One for each stage."""
-        return self.layout(world_size).count
-
-    @override
     def refuse_compile(self, micro_batches: int) -> None:
         """Refuse also CUDA graphs: one micro-batch would write over what others still need."""
         super().refuse_compile(micro_batches)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from trainer.jobs.preparation import prepare
 from trainer.jobs.run_parts import Job, PreparedRun, RunParts
@@ -20,7 +19,6 @@ from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.run_folder import RunFolder, choose_path
 from trainer.verify.cause_experiments import Experiments, collect_facts
 from trainer.verify.comparison import TOLERANCES, compare, noise_floors, perturbation_size, tolerances_in
-from trainer.verify.fewer_layers import KeptLayers, describe_kept, kept_lines, select_layers, shorten_network
 from trainer.verify.loss_plot import plot_curves
 from trainer.verify.precision_comparison import (
     PHASES_IN_PRECISION,
@@ -32,14 +30,7 @@ from trainer.verify.precision_comparison import (
     loss_curve,
     narrowing_keys,
 )
-from trainer.verify.reference import (
-    SMALLER,
-    choose_layers,
-    make_reference,
-    memory_shortage,
-    read_reference,
-    record_reference,
-)
+from trainer.verify.reference import make_reference, read_reference, record_reference
 from trainer.verify.short_run import (
     computing_in,
     remove_dropout,
@@ -66,15 +57,10 @@ class Verify(Job):
         tolerance: float = 1e-9,
         reference: str | None = None,
         record: str | None = None,
-        layers: int | Literal["all"] | None = None,
     ) -> None:
-        counts = [count for count in (steps, batch, layers) if isinstance(count, int)]
-        if min(counts) < 1 or not 0 < tolerance < 1:
-            raise Refusal(
-                "job=verify: job.steps, job.batch and job.layers are at least 1, job.tolerance lies between 0 and 1"
-            )
+        if steps < 1 or (batch is not None and batch < 1) or not 0 < tolerance < 1:
+            raise Refusal("job=verify: job.steps and job.batch are at least 1, job.tolerance lies between 0 and 1")
         self.steps, self.batch, self.tolerance, self.reference, self.record = steps, batch, tolerance, reference, record
-        self.layers = layers
 
     def __call__(self, parts: RunParts) -> int:
         """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
@@ -87,7 +73,7 @@ class Verify(Job):
             )
         launch = parts.machine.launch
         out = verify_folder(parts)
-        # the reference decides how many samples a step has, and how many layers the network
+        # the reference decides how many samples a step has
         path, reference = out / "reference.safetensors", None
         if self.reference is not None:
             path = Path(self.reference)
@@ -96,11 +82,8 @@ class Verify(Job):
         run, dropped = self._prepare(parts, out / "trial")
         if reference is None:
             # one process before the others: side by side both would need their memory at once
-            why = make_reference(run, samples, path, self.layers)
+            make_reference(run, samples, path)
             reference = TrainingRecord.read(path)
-            reference.facts["shorter"] = why or reference.facts["shorter"]
-        # from here on the network and the batch are those of the reference
-        run = shorten_network(run, [KeptLayers(**layers) for layers in reference.facts["fewer"]])
         rank_output.redirect_output(launch.rank, out)
         report = partial(self._report, run, reference, out, dropped)
         with StopRequest(launch) as stop, run.strategy:
@@ -172,12 +155,10 @@ class Verify(Job):
         """Write the verdict to the screen, verify.json and curves.svg. The main rank calls it."""
         steps, processes = self._ends(run)[-1], run.machine.launch.world_size
         lines = verdict_lines(verdict, run, steps, dropped, reference.facts["because"])
-        facts = {name: reference.facts[name] for name in ("fewer", "shorter")}
-        lines += kept_lines([KeptLayers(**layers) for layers in facts["fewer"]], facts["shorter"])
         print("\n".join(lines))
         named = dict(zip(("one process", f"{run.strategy.name} on {processes}"), curves, strict=True))
         content = {"verdict": lines[0], "strategy": run.strategy.name, "processes": processes, "steps": steps}
-        content |= {**verdict.data(), **facts, "losses": named}
+        content |= {**verdict.data(), "losses": named}
         replace_file(out / "verify.json", json.dumps(content, indent=1) + "\n")
         replace_file(out / "curves.svg", plot_verdict(named, run.arguments, verdict.rounding, verdict.precision))
         print(f"written     {out / 'verify.json'}, and both curves as a picture, curves.svg", flush=True)
@@ -191,13 +172,6 @@ class Verify(Job):
         use_single_process(parts)
         set_batch_size(parts, self.batch or parts.settings.loop.global_batch)
         run, _ = self._prepare(parts, path.parent / f"{path.stem}.trial")
-        # as many layers as the memory of one process allows
-        layers, why = choose_layers(run, self.layers, least=2)
-        fewer = select_layers(run, layers) if layers else []
-        run = shorten_network(run, fewer)
-        if self.layers != "all" and (shortage := memory_shortage(run, largest=1.0)):
-            self._remove_folder(run)
-            raise Refusal(f"job=verify: one process cannot hold it{describe_kept(fewer)}: {shortage}. {SMALLER}")
         ends, precision = self._ends_in_precision(run), run.machine.resolved_precision
         path_in_precision(path, run).unlink(missing_ok=True)  # of an earlier one
         with StopRequest(run.machine.launch) as stop, run.strategy:
@@ -212,7 +186,6 @@ class Verify(Job):
             plain.floors = noise_floors(plain, perturbed, TOLERANCES[precision])
             plain.write(path_in_precision(path, run))
         if done:
-            record.facts |= {"fewer": [asdict(layers) for layers in fewer], "shorter": why}
             record.write(path)
         self._remove_folder(run)
         return failure.exit_code(done, run.machine.launch)
