@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 
-from recipes.vision.classification import Classification
+from tests.commands import SMALL
 from tests.inside import product
 from trainer.launch.rendezvous import Launch
-from trainer.messages import FatalRunError
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.compile import Compiler, CompileSettings, without_compile
 from trainer.parallel.rng.compiled_rng import CompiledSampleRNG, make_rng
@@ -290,91 +288,12 @@ def test_what_no_compiler_shows_is_refused_in_a_graph(compiler: Graphs) -> None:
         Compiler(CompileSettings(), CompiledSampleRNG.modes).backend(graph, [])
 
 
-COUNTS = """
-from torch import nn
-
-
-class Counts(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.layer, self.calls = nn.Linear(64, num_classes), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.layer(x.flatten(1)) * self.calls
-
-
-class Scaled(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.layer, self.scale = nn.Linear(64, num_classes), 1.0
-
-    def forward(self, x):
-        x = self.layer(x.flatten(1)) * self.scale
-        return x if self.training else x * float(x[0, 0].item() + 2)  # a graph ends here
-
-
-class Noisy(Scaled):
-    def forward(self, x):
-        return nn.functional.dropout(self.layer(x.flatten(1)) * self.scale, 0.2)  # in evaluations, too
-"""
-
-
-@pytest.fixture
-def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Run a network of a lab with `compile.mode=step` or other words; returns what the run has written."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    models = tmp_path / "counts" / "conf" / "model"
-    models.mkdir(parents=True)
-    (tmp_path / "counts" / "__init__.py").write_text(COUNTS)
-    for kind in ("Counts", "Scaled", "Noisy"):
-        text = f"_target_: counts.{kind}\nnum_classes: ${{data.num_classes}}\n"
-        (models / f"{kind.lower()}.yaml").write_text(text)
-
-    def run(name: str, *words: str) -> list[dict[str, Any]]:
-        lab = ["--config-dir", "counts/conf", "precision=fp64", "loop.steps=9", "strategy=single"]
-        lab += ["loop.log_every=1", "loop.eval_every=3", "loop.eval_batch=100", "device=cpu"]
-        assert product(Launch(), tmp_path, [*lab, *words, f"run.dir={name}"]) == 0
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
+def test_graphs_of_training_and_of_an_evaluation_are_counted_in_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "compile.mode=default", "loop.micro_batches=1", "log=[console]", "run.dir=run"]
     with patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
-        yield run
+        assert product(Launch(), tmp_path, words) == 0
     torch.compiler.reset()
-
-
-def test_a_step_and_an_evaluation_are_one_graph_each(counting: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    counting("steady", "model=noisy", "compile.mode=step", "log=[console]")
-    counting("quiet", "model=mlp", "compile.mode=step", "log=[console]")
-    assert re.findall(r"compile: (.*), \d+ s until now", capsys.readouterr().out) == [
-        *["1 graph", "1 more, 2 graphs in all"] * 2,
-    ]
-    counting("quiet", "job=evaluate")  # which has no optimizer, and compiles nothing
-
-
-def test_a_step_that_cannot_be_one_graph_is_refused_with_its_line(
-    counting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def loss(self: Any, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target) * len({print("never in a graph"), *map(id, target.tolist())})
-
-    monkeypatch.setattr(Classification, "loss", loss)
-    with pytest.raises(FatalRunError, match=rf"cannot be one graph: .* at {__file__}:\d+; use compile\.mode=default"):
-        counting("broken", "model=mlp", "compile.mode=step")
-
-
-def test_a_step_refuses_what_python_counts_in_it(counting: Any) -> None:
-    with pytest.raises(FatalRunError, match="in 4 steps running calls changed, and each time a graph was made anew"):
-        counting("counted", "model=counts", "compile.mode=step")
-
-
-@pytest.mark.parametrize("model", ["model=scaled", "model=noisy"])
-def test_a_step_knows_when_a_number_or_what_is_frozen_changes(
-    counting: Any, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    def after_step(self: Any, network: Any, step: int) -> None:
-        network.scale = 1.0 if step < 4 else 1.5
-        network.layer.bias.requires_grad_(step < 6)
-
-    monkeypatch.setattr(Classification, "after_step", after_step)
-    plain, compiled = counting("plain", model), counting("step", model, "compile.mode=step")
-    assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in plain], abs=1e-10)
+    counted = re.findall(r"compile: (.*), \d+ s until now", capsys.readouterr().out)
+    assert counted == ["1 graph", "1 more, 2 graphs in all"]

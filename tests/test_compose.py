@@ -110,7 +110,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("optimizer.betas=3", "optimizer.betas=3", "a list"),
     ("strategy.sync_bn=3", "strategy.sync_bn=3", "true or false"),
     ("compile.fullgraph=yes", "compile.fullgraph=yes", "true or false"),
-    ("compile={mode: step, dynamic: true}", "compile.dynamic=true", "of fixed sizes"),
+    ("compile={dynamic: true}", "compile.dynamic=true", "changes nothing without compile.mode"),
     ("precision=fp8", "precision=fp8", "bf16"),
     ("float8=fp8", "float8=fp8", "one of false, tensorwise, rowwise"),
     ("device=gpu", "device=gpu", "cuda"),

@@ -152,7 +152,6 @@ def test_clipping_overflows_and_averages_go_with_it(
         ("optimizer.adamw_lr=-1", "adamw_lr, weight_decay and eps are 0 or more"),
         ("optimizer.weight_decay=-1", "adamw_lr, weight_decay and eps are 0 or more"),
         ("optimizer.betas=[1.5,2]", "momentum and betas from 0 to below 1"),
-        ("compile.mode=step", "can be part of the graph, not Muon; use compile.mode=default"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(tmp_path: Path, word: str, said: str) -> None:

@@ -90,11 +90,6 @@ def test_scalars_are_taken_at_their_word() -> None:
     assert parse_packages(["monai"]) == ("monai",)
     assert parse_settings(configuration(compile=True)).compile.mode == "default"
     assert parse_settings(configuration(compile=False)).compile.mode is None
-    assert parse_settings(configuration(compile__mode="step")).compile.mode == "step"
-    with pytest.raises(Refusal, match="gradients are never outside of the graph"):
-        parse_settings(configuration(compile__mode="step", loop__histograms_every=5))
-    with pytest.raises(Refusal, match=r"optimizer\.fused=true and compile\.mode=step: the update is part of the graph"):
-        parse_settings(configuration(compile__mode="step", optimizer__fused=True))
     for key, wrong in (
         ("compile__fullgraph", 1),
         ("run__name", True),

@@ -273,7 +273,7 @@ def test_so_are_networks_without_experts_and_what_experts_do_not_go_with() -> No
     ):
         compiled = FSDP(machine=Machine(device="cpu", compile=how), expert=2, **fields)  # type: ignore[arg-type]
         with pytest.raises(Refusal, match=rf"strategy\.expert=2 {said}: the graph of a unit ends"):
-            compiled.refuse_compile(1)
+            compiled.refuse_compile()
 
 
 def answer(launch: Launch, place: Path, words: list[str]) -> Any:

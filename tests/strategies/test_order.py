@@ -264,9 +264,7 @@ def test_what_tensor_ranks_told_each_other_is_not_told_again_where_operators_are
 # 12 rows in each micro-batch: what one compiles the others find in torch's cache
 COMPILED = {
     "single": (1, SINGLE),
-    "one graph": (1, SINGLE.but(compile="step", micro_batches=1)),
     "ddp on 2": (2, Order("ddp", mode="units", micro_batches=1)),
-    "one graph of ddp on 2": (2, Order("ddp", compile="step", micro_batches=1)),
     "tp on 2": (2, Order("tp", mode="operators")),
     "fsdp on 2": (2, Order("fsdp", mode="units", micro_batches=1)),
 }

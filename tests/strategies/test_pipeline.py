@@ -505,7 +505,7 @@ def test_what_a_pipeline_cannot_do_is_refused_before_any_group(case: str) -> Non
     strategy = PP(machine=Machine(device="cpu", compile=wrong.compile), **wrong.fields)
     with pytest.raises(Refusal, match=wrong.words):  # noqa: PT012 (in the order in which a run asks)
         strategy.data_ranks(wrong.world)
-        strategy.refuse_compile(wrong.micro_batches)
+        strategy.refuse_compile()
         strategy.refuse_shares(wrong.world, wrong.share, wrong.micro_batches, wrong.uneven)
         strategy.check(Weighted(), Skips(), wrong.world)
         strategy.refuse_forward(Weighted(), Skips(), wrong.world, lambda: None)

@@ -150,7 +150,7 @@ class ReservedOptimizerKeys:
 class Compile:
     """What torch.compile does."""
 
-    mode: Literal["default", "reduce-overhead", "max-autotune", "step"] | None
+    mode: Literal["default", "reduce-overhead", "max-autotune"] | None
     scope: Literal["units", "network"] | None
     fullgraph: bool
     dynamic: bool | None
@@ -247,21 +247,6 @@ def _refuse_beside_compile(parsed: Settings, written: Mapping[str, Any], wrong: 
     if parsed.compile.mode is None and changed:
         key = f"compile.{changed[0]}"
         wrong[key] = f"{format_override(written, key)} changes nothing without compile.mode; set compile.mode=default"
-    if parsed.compile.mode != "step":
-        return
-    for key in ("scope", "dynamic"):
-        if value := getattr(parsed.compile, key):
-            wrong[f"compile.{key}"] = (
-                f"compile.{key}={str(value).lower()} and {compiled}: the whole step is one graph, of fixed sizes; leave"
-                f" compile.{key} out"
-            )
-    if parsed.optimizer.fused:
-        wrong["optimizer.fused"] = f"optimizer.fused=true and {compiled}: the update is part of the graph; leave it out"
-    if loop.histograms_every:
-        wrong["loop.histograms_every"] = (
-            f"loop.histograms_every={written.get('loop.histograms_every')} and {compiled}: gradients are never outside"
-            " of the graph; leave loop.histograms_every out, or set compile.mode=default"
-        )
 
 
 def _parse_section(kind: Any, values: Any, written: Mapping[str, Any], wrong: dict[str, str], prefix: str = "") -> Any:

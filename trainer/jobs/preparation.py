@@ -62,7 +62,7 @@ def prepare(run: RunParts) -> PreparedRun:
     refuse_unknown_url(settings.checkpoint.mirror)
     ranks = prepare_process(run)
     batches = divide_batch(loop.global_batch, ranks, loop.micro_batches, loop.micro_batch, loop.uneven)
-    run.strategy.refuse_compile(batches.micro_batches)
+    run.strategy.refuse_compile()
     run.strategy.refuse_shares(launch.world_size, loop.global_batch // ranks, batches.micro_batches, loop.uneven)
     # one process of each machine first: it may download, and the others find it done
     training, evaluation = run_one_per_node_first(launch, "data", lambda: read_data_sets(run))

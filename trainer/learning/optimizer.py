@@ -38,8 +38,7 @@ def make_trial_optimizer(make: Callable[[Any], Optimizer]) -> Optimizer:
 def without_compiler(target: Callable[..., Any]) -> Callable[..., Any]:
     """A class of torch.optim or of the program that leaves torch's compiler alone; anything else as it is.
 
-    torch wraps these methods so that no graph holds them, and imports its compiler for that: a third of a start. A step
-    as one graph does not call them.
+    torch wraps these methods so that no graph holds them, and imports its compiler for that: a third of a start.
     """
     if not (isinstance(target, type) and target.__module__.startswith(("torch.optim.", "trainer."))):
         return target

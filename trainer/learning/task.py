@@ -255,14 +255,9 @@ def refuse_task_parameters(task: Task) -> None:
 
 def task_weights_with_gradient(task: Task, network: nn.Module) -> list[str]:
     """The weights that lie in a task, not in the network, and got a gradient from its loss."""
-    return [name for name, x in learning_task_weights(task, network).items() if x.grad is not None]
-
-
-def learning_task_weights(task: Task, network: nn.Module) -> dict[str, Tensor]:
-    """The weights that lie in a task, not in the network, and may get a gradient from its loss."""
     trained = {*network.parameters()}  # a task may hold a reference to the network itself
     every = ((name, x) for name, value in _walk_variables(vars(task), ()) for name, x in _named_weights(name, value))
-    return {name: x for name, x in every if x not in trained and x.is_leaf and x.requires_grad}
+    return [name for name, x in every if x not in trained and x.is_leaf and x.requires_grad and x.grad is not None]
 
 
 def refuse_task_gradients(task: Task, names: list[str]) -> None:

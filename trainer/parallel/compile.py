@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
@@ -17,9 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-import trainer
 from trainer.learning.parallel_plan import Plan
-from trainer.messages import FatalRunError, first_line, format_count
+from trainer.messages import format_count
 
 # Functions that torch's tracer does not show to a function mode: in a graph they would draw torch's own numbers. Their
 # operators are known by these names alone. The first two are shown by torch 2.15, and not by 2.11.
@@ -31,7 +28,7 @@ _UNSEEN |= {"randperm", "multinomial", "poisson", "native_dropout"}
 class CompileSettings:
     """How a network is compiled; the fields are the keys of `compile`, and mean what torch.compile says of them."""
 
-    mode: Literal["default", "reduce-overhead", "max-autotune", "step"] = "default"
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     scope: Literal["units", "network"] | None = None  # each unit by itself, or the whole; None: units if there are any
     fullgraph: bool = False  # a graph that ends inside of what is compiled is an error
     dynamic: bool | None = None  # are sizes variable from the first graph on? None: from the second one on
@@ -39,8 +36,6 @@ class CompileSettings:
 
 class NoCompiler:
     """Compiles nothing."""
-
-    graphs = 0  # made until now
 
     def wants_units(self, plan: Plan) -> bool:
         """Are units to be found, so that each is compiled by itself?"""
@@ -104,11 +99,6 @@ class Compiler(NoCompiler):
             alike = len(shapes[type(unit)]) == 1
             unit.compile(dynamic=self.settings.dynamic if alike or self.settings.dynamic else False, **how)
 
-    def compile_whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function as one graph, for tensors of each shape and numbers of Python another one."""
-        options: dict[str, Any] = {"guard_filter_fn": _keep_changing_guards}
-        return torch.compile(function, backend=self.backend, fullgraph=True, dynamic=False, options=options)
-
     def _compile_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         """What torch calls for each graph: Inductor, in the mode of the settings."""
         from torch._inductor import list_mode_options  # a second of imports, which most runs need not pay
@@ -117,8 +107,8 @@ class Compiler(NoCompiler):
         if self._sample_modes:
             _refuse_unseen_draws(graph)
         began = monotonic()
-        mode = self.settings.mode if self.settings.mode in ("reduce-overhead", "max-autotune") else "default"
-        compiled: Any = compile_fx(graph, inputs, config_patches=list_mode_options(mode, self.settings.dynamic))
+        options = list_mode_options(self.settings.mode, self.settings.dynamic)
+        compiled: Any = compile_fx(graph, inputs, config_patches=options)
         self.graphs, self._seconds = self.graphs + 1, self._seconds + monotonic() - began
         return compiled
 
@@ -154,40 +144,6 @@ def without_compile() -> AbstractContextManager[Any]:
     """
     # where nothing has imported the compiler nothing is compiled, and its import takes a third of a start
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-def _keep_changing_guards(guards: Sequence[Any]) -> list[bool]:
-    """What is asked before each step: are tensors of the same shapes, and numbers in Python the same?
-
-    To ask whether modules, hooks and functions are as they were takes longer than a step, and they are.
-    """
-    return [
-        guard.guard_type == "TENSOR_MATCH"
-        or (isinstance(guard.value, bool | int | float | str | None) and guard.has_value)
-        for guard in guards
-    ]
-
-
-def is_graph_error(error: BaseException) -> bool:
-    """Is it torch's compiler that could not go on?"""
-    return type(error).__module__.startswith("torch._dynamo")
-
-
-@contextmanager
-def explain_graph_errors() -> Iterator[None]:
-    """FatalRunError where torch cannot make one graph of a step, with the line of the user's code."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_graph_error(error):
-            raise
-        inside = tuple(os.path.dirname(str(module.__file__)) for module in (torch, trainer))
-        places = re.findall(r'File "(.+)", line (\d+)', str(error))
-        places = [f", at {file}:{line}" for file, line in places if not file.startswith(inside)]
-        raise FatalRunError(
-            f"compile.mode=step: the step cannot be one graph: {first_line(error)}{(places or [''])[-1]}; use"
-            " compile.mode=default"
-        ) from error
 
 
 def set_async_tensor_parallel(is_on: bool) -> None:

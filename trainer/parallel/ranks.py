@@ -60,10 +60,6 @@ class Ranks:
         """Collective: start adding up this tensor over the ranks, in place."""
         return COMPLETED
 
-    def sum_together(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Collective: the sums of tensors of one type over the ranks, in one message that torch can compile."""
-        return tensors
-
     def all_reduce_max_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""
         return COMPLETED
@@ -131,13 +127,6 @@ class Group(Ranks):
     def all_reduce_sum_(self, tensor: Tensor) -> Waitable:
         """Collective: start adding up this tensor over the ranks, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group, async_op=True)
-
-    def sum_together(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Collective: the sums of tensors of one type over the ranks, in one message that torch can compile."""
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=self.group)  # these ranks; all of it. Only what is waited for at once is compiled
-        pieces = flat.split([tensor.numel() for tensor in tensors])
-        return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
 
     def all_reduce_max_(self, tensor: Tensor) -> Waitable:
         """Collective: start taking the largest of this tensor over the ranks, in place."""

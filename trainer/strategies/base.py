@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +32,6 @@ class Strategy(RankContext):
     Before training it refuses what it cannot do, then it builds the network of this rank. This class: one process.
     """
 
-    can_compile_steps: ClassVar[bool] = False  # may a whole step be one compiled function?
-
     @property
     def name(self) -> str:
         """Its name in the output: as the group `strategy` has it."""
@@ -47,30 +45,8 @@ class Strategy(RankContext):
             raise Refusal(f"strategy={self.name} uses one process, {world_size} were started; use strategy=ddp")
         return 1
 
-    @property
-    def compiles_steps(self) -> bool:
-        """Is each step to be one compiled function?"""
-        return self.machine.compile is not None and self.machine.compile.mode == "step"
-
-    def refuse_compile(self, micro_batches: int) -> None:
-        """Refuse what cannot be compiled as `compile` says; here what a step that is one graph cannot do."""
-        if not self.compiles_steps:
-            return
-        if not self.can_compile_steps:
-            raise Refusal(
-                f"strategy={self.name} compile.mode=step: a step is one graph only with strategy=single and"
-                " strategy=ddp; use compile.mode=default"
-            )
-        if micro_batches > 1:
-            raise Refusal(
-                f"compile.mode=step and loop.micro_batches={micro_batches}: a graph has one micro-batch; use 1"
-            )
-        moved = self.activation_checkpointing != "none" or self.activation_offload
-        if moved or self.machine.resolved_precision == "fp16":
-            raise Refusal(
-                "compile.mode=step goes without activation_checkpointing, activation_offload and precision=fp16; use"
-                " compile.mode=default"
-            )
+    def refuse_compile(self) -> None:
+        """Refuse what cannot be compiled as `compile` says."""
 
     def refuse_shares(self, world_size: int, share: int, micro_batches: int, uneven: bool) -> None:
         """Refuse this number of micro-batches, or data ranks with different numbers of samples (`uneven`).

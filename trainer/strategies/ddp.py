@@ -34,7 +34,6 @@ COMPRESSION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 class DDP(Joined):
     """A copy of the network on every process; gradients are averaged during the backward of the last micro-batch."""
 
-    can_compile_steps: ClassVar[bool] = True
     narrowing: ClassVar[tuple[str, ...]] = ("compress",)
     bucket_mb: int = 25  # MiB of gradients in one all-reduce; larger: fewer and later
     static_graph: bool = False  # the same parameters are used in the same way in every step
@@ -58,27 +57,12 @@ class DDP(Joined):
                     )
 
     @override
-    def refuse_compile(self, micro_batches: int) -> None:
-        """Refuse keys that a step as one graph cannot follow."""
-        super().refuse_compile(micro_batches)
-        unused = "sync_bn", "static_graph", "find_unused_parameters", "compress"
-        if self.compiles_steps and (keys := [key for key in unused if getattr(self, key)]):
-            raise Refusal(
-                f"compile.mode=step goes without strategy.{keys[0]}: the graph sends all gradients as they are, in one"
-                " message, and nothing else; leave it out, or use compile.mode=default"
-            )
-
-    @override
     def copies(self, network: nn.Module) -> NoReplicaCheck:
         return make_replica_check(self, network)
 
     @override
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
-        if not self.compiles_steps:
-            return DDPModel(self, task, network, example)
-        from trainer.strategies.compiled_step import CompiledStepModel  # torch.func imports the compiler
-
-        return CompiledStepModel(self, task, network, example)
+        return DDPModel(self, task, network, example)
 
 
 class DDPModel(ParallelModel):

@@ -65,8 +65,8 @@ class FSDP(Meshed):
         return [f"{mesh}; experts over {self.expert} data ranks", *others] if self.expert > 1 else [mesh, *others]
 
     @override
-    def refuse_compile(self, micro_batches: int) -> None:
-        super().refuse_compile(micro_batches)
+    def refuse_compile(self) -> None:
+        super().refuse_compile()
         if self.machine.compile is not None and self.machine.compile.scope == "network":
             raise Refusal(
                 f"strategy={self.name} compile.scope=network: each unit is gathered before it runs, so no graph can"

@@ -66,7 +66,6 @@ class ParallelModel:
     memory_format: MemoryFormat  # `cast` gives a batch the type and layout of the weights
     machine: Machine  # the strategy's
     before_first_step: bool  # has no step been done?
-    step_draws = False  # may more than the network draw inside of what is compiled?
     interleaves = False  # are several micro-batches of a step under way at once?
 
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
@@ -84,7 +83,7 @@ class ParallelModel:
         refuse_extra_state(network)
         self.rng = make_rng(strategy.dropout, self.machine.compile is not None, self.machine.seed, strategy.device)
         self.compiler = make_compiler(self.machine.compile, self.rng.modes)
-        self.rng.watch(network, self.step_draws or type(task).forward is not Task.forward)
+        self.rng.watch(network, type(task).forward is not Task.forward)
         # facts of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self.plan = task.plan(network)

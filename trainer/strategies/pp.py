@@ -84,9 +84,9 @@ class PP(Meshed):
         return StageLayout(self.degrees(world_size)["pipe"], each, kind.v_shaped)
 
     @override
-    def refuse_compile(self, micro_batches: int) -> None:
+    def refuse_compile(self) -> None:
         """Refuse also CUDA graphs: one micro-batch would write over what others still need."""
-        super().refuse_compile(micro_batches)
+        super().refuse_compile()
         if self.machine.compile is not None and self.machine.compile.mode in ("reduce-overhead", "max-autotune"):
             raise Refusal(
                 f"strategy={self.name} compile.mode={self.machine.compile.mode}: CUDA graphs keep one micro-batch, and"

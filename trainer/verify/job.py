@@ -66,11 +66,6 @@ class Verify(Job):
         """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
         if self.record is not None:
             return self._write_reference(parts, Path(self.record).resolve())
-        if parts.strategy.compiles_steps:
-            raise Refusal(
-                "job=verify compile.mode=step: what is compared lies between forward, backward and update, and one"
-                " graph shows nothing in between; use compile.mode=default, or none"
-            )
         launch = parts.machine.launch
         out = verify_folder(parts)
         # the reference decides how many samples a step has

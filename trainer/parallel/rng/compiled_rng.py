@@ -22,7 +22,7 @@ from trainer.parallel.rng.dispatch_mode import REPLACEMENTS
 from trainer.parallel.rng.function_mode import RANDOM_FUNCTIONS, RandomFunctionMode, sample_attention, sample_dropout
 from trainer.parallel.rng.native_rng import TorchRNG
 from trainer.parallel.rng.random_draw import RandomDraw
-from trainer.parallel.rng.sample_rng import CALL_STRIDE, DRAW_STRIDE, OUTSIDE, ForwardRNGState, SampleRNG, hash_name
+from trainer.parallel.rng.sample_rng import CALL_STRIDE, DRAW_STRIDE, ForwardRNGState, SampleRNG, hash_name
 
 _LONGEST = 2**18  # places along a dimension of what is drawn
 _OPERATORS = torch.ops.aten
@@ -158,7 +158,6 @@ class GraphDraws:
 
     def __init__(self, rng: CompiledSampleRNG, device: torch.device) -> None:
         self._rng, self._tables = rng, _Tables(device)
-        self.drawn = False  # in any graph
         # [module, its draws in this call], or None for one that runs as it is; the innermost last
         self.under_way: list[list[Any] | None] = []
         self.modules: list[nn.Module] = []  # all that may draw
@@ -175,10 +174,7 @@ class GraphDraws:
     def begin(self, starts: Tensor, common_start: Tensor) -> None:
         """A forward begins."""
         self._rng.stream_starts = starts, common_start
-        self.begin_counting()
-
-    def begin_counting(self) -> None:
-        """A forward begins: nothing was called in it. A graph holds these numbers, too."""
+        # nothing was called in it; a graph holds these numbers, too
         self.under_way.clear()  # an error may have left some
         for module in self.modules:
             vars(module)["draw_calls"] = 0
@@ -203,7 +199,6 @@ class GraphDraws:
         call = self.call
         if call is None:
             return None
-        self.drawn = True
         call[1] += 1
         module = call[0]
         number = module.draw_number + to_int64(module.draw_calls * CALL_STRIDE + call[1] * DRAW_STRIDE)
@@ -238,23 +233,6 @@ class CompiledSampleRNG(SampleRNG):
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
         self.graph_draws = GraphDraws(self, device)
-        self.task = nn.Identity()  # stands for what draws outside of the network, in a step that is one graph
-        self.graph_draws.watch(self.task, OUTSIDE, device)
-
-    @override
-    def call_in_graph(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.graph_draws.under_way.append([self.task, 0])
-        result = function(*args)
-        self.graph_draws.under_way.pop()
-        return result
-
-    @override
-    def has_drawn_in_graphs(self) -> bool:
-        return self.graph_draws.drawn
-
-    @override
-    def begin_quietly(self) -> None:
-        self.graph_draws.begin_counting()
 
     def _watch_calls(self, module: nn.Module, name: str) -> None:
         super()._watch_calls(module, name)

@@ -44,18 +44,6 @@ class TorchRNG:
         """Call a function that is no part of the network and may draw, for example a loss."""
         return function(*args)
 
-    def call_in_graph(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function, of which the network is a part, in a graph that is being made."""
-        return function(*args)
-
-    def has_drawn(self) -> bool:
-        """May anything have been drawn since a forward began? torch's own generators do not tell."""
-        return True
-
-    def has_drawn_in_graphs(self) -> bool:
-        """May a graph have drawn?"""
-        return True
-
     def begin_forward(self, indices: Tensor, step: int, *place: int) -> None:
         """A forward of these samples begins. place: micro-batch, data rank, and the stage if there are several."""
         seed_torch(mix_seeds(self._seed, step, *place), self._device)
@@ -65,9 +53,6 @@ class TorchRNG:
 
     def begin_evaluation(self, indices: Tensor) -> None:
         """A forward of these samples begins in which nothing is learned."""
-
-    def begin_quietly(self) -> None:
-        """A graph runs next that draws nothing."""
 
     def follow_plan(self, network: nn.Module, plan: Plan, ranks: Ranks) -> None:
         """These tensor ranks hold parts of the network's layers, as the plan says."""
