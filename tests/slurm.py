@@ -88,7 +88,7 @@ class Cluster:
             os.mknod(folder / "devices" / f"nvidia{number}", 0o20666, os.makedev(1, 3))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/devices/nvidia[0-{GPUS - 1}]\n")
         self.env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
             "SLURM_CONF": str(folder / "slurm.conf"),
             "VENV": sys.prefix,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

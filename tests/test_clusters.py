@@ -187,7 +187,7 @@ def test_the_words_in_the_docs_are_taken() -> None:
     for command in commands:
         words = [word for word in words_of(shlex.split(command)) if "=" in word or word == "-m"]
         if "-m" in words:
-            assert len(parse_multirun([word for word in words if not word.startswith("hydra")]).space.grid()) > 1
+            assert len(parse_multirun([word for word in words if not word.startswith("hydra")]).trials) > 1
         else:
             parse_settings(compose(words))
     for link in re.findall(r"\]\(([^)#]+)", text):

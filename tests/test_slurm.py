@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, Command, curve, finish, lines, single, status
+from tests.commands import SMALL, curve, finish, lines, single, status
 from tests.inside import here
 from tests.slurm import NODES, Cluster, missing, wait_for
 from tests.warm import ROOT
@@ -296,33 +295,3 @@ def test_the_script_waits_until_slurm_has_noticed_a_dead_machine(cluster: Cluste
     (place / "ask").touch()
     cluster.again(number)
     assert "a machine does not answer" in log(place)
-
-
-# ------------------------------------------------------------------------------------------------------------- submitit
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("submitit") is None, reason="needs the submitit extra")
-@pytest.mark.parametrize("by_slurm", [True, False], ids=["preempted", "out-of-time"])
-def test_jobs_of_submitit_run_again_and_go_on(
-    cluster: Cluster, place: Path, monkeypatch: pytest.MonkeyPatch, by_slurm: bool
-) -> None:
-    monkeypatch.delenv("MASTER_PORT", raising=False)  # submitit would take it for its own
-    launcher = {"tasks_per_node": 2, "cpus_per_task": 1, "timeout_min": 30, "partition": "low"}
-    keys = [f"hydra.launcher.{name}={value}" for name, value in launcher.items()]
-    words = ["-m", "seed=1,2", *WORDS, "strategy=ddp", "run.name=sweep", "hydra/launcher=submitit_slurm", *keys, *LAB]
-    command = Command(single(*words), place, cluster.env)
-    folders = [place / "runs" / "sweep" / f"{number}_seed={number + 1}" for number in (0, 1)]
-    for folder in folders:
-        command.wait_for_step(folder, 5)
-    if by_slurm:
-        cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
-    else:  # what submitit has Slurm send before the time is over
-        cluster.ask("scancel", "--signal=USR2", "--user=root")
-    wait_for(lambda: all(status(folder)["state"] == "preempted" for folder in folders))
-    (place / "go").touch()
-    ended = command.end()
-    assert ended.code == 0, ended.screen
-    for folder in folders:
-        assert (status(folder)["state"], status(folder)["attempt"]) == ("completed", 2)
-        assert len(curve(folder)) == STEPS

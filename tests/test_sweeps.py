@@ -1,6 +1,6 @@
-"""What is left of a sweep and of what was tried: sweep.jsonl, the table, several runs at once, Optuna.
+"""What is left of a sweep and of what was tried: sweep.jsonl, the table, several runs at once; the page's search.
 
-The command is the product's own; what it starts is a program of a few lines that leaves what a run leaves.
+The command of a sweep is the product's own; what it starts is a program of a few lines that leaves what a run leaves.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import signal
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Command, files_below, single
+from tests.commands import files_below, lines
 from tests.inside import here
 from tests.warm import ROOT
 from trainer.configuration.multirun import Trial, parse_multirun, shorten_floats
@@ -26,8 +25,6 @@ from trainer.sweeps import sweep
 from trainer.sweeps.local_runner import divide_machine
 from trainer.sweeps.results import Outcome, SweepResults, format_best, format_table, short_headings, shorten
 from trainer.sweeps.sweep import run_sweep
-
-needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
 
 # Found as `trainer` by what is started here: best at lr=0.01, and whatever else its words ask of it.
 RUN = """
@@ -225,7 +222,7 @@ TWO = Launch(0, 2, 0, 2, from_launcher=True)  # as mpirun says it, without an ad
         (
             Launch(9, 16, 1, 8, from_launcher=True),
             "seed=1,2",
-            "hydra/launcher=submitit_slurm hydra.launcher.nodes=2 hydra.launcher.tasks_per_node=8 seed=1,2",
+            "processes=8 seed=1,2",
         ),
     ],
 )
@@ -326,97 +323,33 @@ def test_the_words_of_the_page_are_taken() -> None:
     page = (ROOT / "docs" / "sweeps.md").read_text()
     page = re.sub(r"\\\n +", "", page)
     commands = re.findall(r"^python -m trainer (-m .*?)(?:  .*)?$", page, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 4
     for command in commands:
-        if "optuna" not in command or find_spec("optuna") is not None:
-            assert len([*parse_multirun(shlex.split(command)).space.covering_trials()]) > 1, command
+        assert len(parse_multirun(shlex.split(command)).trials) > 1, command
 
 
 # --------------------------------------------------------------------------------------------------------------- Optuna
 
-SEARCH = ("-m", "hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-5,1))", "run.name=search")
 
+@pytest.mark.skipif(find_spec("optuna") is None, reason="needs the optuna extra")
+def test_the_search_of_the_page_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
 
-@pytest.mark.long
-@needs_optuna
-def test_optuna_looks_for_the_best_and_goes_on_later(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = place / "runs" / "search"
-    assert here(*SEARCH, "hydra.sweeper.n_trials=6") == 0
-    before = written(folder)
-    rates = [float(line["values"]["optimizer.lr"]) for line in before]
-    assert len({*rates}) == 6
-    assert all(1e-5 <= rate <= 1 for rate in rates)
-    assert len(before[0]["words"][2]) > len("optimizer.lr=0.001235") > len(before[0]["folder"].split("_")[1]) - 1
-
-    # n_trials counts those that are there, and what is drawn is not drawn twice
-    assert here(*SEARCH, "hydra.sweeper.n_trials=6") == 0
-    assert here(*SEARCH, "hydra.sweeper.n_trials=20", "hydra.launcher.n_jobs=2") == 0
-    after = written(folder)
-    assert after[:6] == before
-    assert len({line["values"]["optimizer.lr"] for line in after}) == 20
-    assert starts(folder) == [1] * 20
-    # it has learned where to look
-    assert max(line["best"] for line in after) > 0.95
-    assert "20 completed" in capfd.readouterr().out
-    with pytest.raises(Refusal, match=r"other overrides; these differ: loop.steps=3"):
-        here(*SEARCH, "loop.steps=3")
-
-
-@needs_optuna
-@pytest.mark.long
-def test_what_was_stopped_goes_on_and_what_failed_is_told(place: Path) -> None:
-    folder, words = place / "runs" / "search", ["seed=7,8,9,10", "hydra.sweeper.n_trials=12", "run.name=search"]
-    codes = [here("-m", "hydra/sweeper=optuna", *words)]
-    while codes[-1] == 75:
-        codes.append(here("-m", "hydra/sweeper=optuna", *words))
-    lines = {line["folder"]: line for line in written(folder)}
-    assert len(lines) == 12
-    seeds = [line["values"]["seed"] for line in lines.values()]
-    assert {"7", "8"} < {*seeds}
-    # a run is given again where somebody stopped it, and nowhere else
-    assert len(codes) == 1 + seeds.count("8")
-    for name, line in lines.items():
-        stopped, refused = line["values"]["seed"] == "8", line["values"]["seed"] == "7"
-        assert (line["state"] == "completed") == (line["values"]["seed"] in ("8", "10"))
-        assert refused or (folder / name / "starts").read_text().count("\n") == 1 + stopped
-
-
-@needs_optuna
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["hydra.sweeper.sampler=TPESampelr"], "did you mean 'TPESampler'"),
-        (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials=0: expected"),
-        (["optimizer.lr=interval(1,0.1)"], "the first number must be the smaller one"),
-        (["optimizer.lr=tag(log,interval(0,1))"], "above 0"),
-        (["run.resume=fresh"], "another run.name"),
-        (["hydra.sweeper.trials=3"], "trials"),
-    ],
-)
-def test_what_no_search_could_work_with(place: Path, words: list[str], said: str) -> None:
-    with pytest.raises(Refusal, match=said.replace(".", r"\.")):
-        here("-m", "hydra/sweeper=optuna", "model=mlp", "seed=1,2", *words)
-
-
-@pytest.mark.skipif(find_spec("optuna") is not None, reason="the optuna extra is installed here")
-def test_a_search_names_its_extra(place: Path) -> None:
-    with pytest.raises(Refusal, match=r"\.\[optuna\]"):
-        here("-m", "hydra/sweeper=optuna", "seed=1,2")
-
-
-@needs_optuna
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_search_that_was_killed_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # where what starts commands finds the product
-    folder, words = place / "runs" / "search", [*SEARCH, "device=cpu", "log=[]", "hydra.sweeper.n_trials=5"]
-    murder = RUN.replace("seed == 8", 'folder.name.startswith("2_")').replace("signal.SIGINT)", "signal.SIGKILL)")
-    (place / "trainer" / "__main__.py").write_text(murder)
-    killed = Command(single(*words), place)
-    assert killed.process.wait(60) == -signal.SIGKILL
-    assert [line["folder"].split("_")[0] for line in written(folder)] == ["0", "1"]
-    killed.kill()
-    again = Command(single(*words), place).end()
-    assert again.code == 0, again.screen
-    assert starts(folder) == [1, 1, 2, 1, 1]
-    assert len(written(folder)) == 5
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "sweeps.md").read_text()
+    (program,) = re.findall(r"```python\n(import optuna.+?)```", page, re.DOTALL)
+    program = program.replace("n_trials=14", "n_trials=2").replace('"loop.epochs=1"', '"loop.steps=2", "device=cpu"')
+    assert program.count("loop.steps=2") == program.count("n_trials=2") == 1
+    for _ in range(2):
+        exec(program, {})
+    storage = JournalStorage(JournalFileBackend("search.journal"))
+    trials = optuna.load_study(study_name="search", storage=storage).trials
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 4
+    rates = {trial.params["lr"] for trial in trials}
+    assert len(rates) == 4
+    for trial in trials:
+        folder = tmp_path / "runs" / "search" / str(trial.number)
+        assert trial.value == lines(folder, "eval")[-1]["accuracy"]
+        assert f"lr: {trial.params['lr']}" in (folder / "config.yaml").read_text()

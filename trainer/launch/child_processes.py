@@ -1,7 +1,6 @@
 """Every way in which this program starts itself again: as a new program, as a fork, at once or later.
 
 - `start_program`: ranks of `processes=N`, and runs of a sweep
-- `start_job_program`: a job that a plugin of Hydra has brought to its machine
 - `run_program`: one process whose output somebody waits for (the reference of `job=verify`)
 - `ForkedProcess`, `PreforkedProcess`: the same as copies of this process. What it has imported they need not import
   again, which takes seconds. Only a process that computes nothing itself may be forked: threads, locks and what an
@@ -79,15 +78,6 @@ def start_program(
         stderr=stderr,
         start_new_session=True,  # a terminal's Ctrl-C comes to this process alone, which forwards it once
     )
-
-
-def start_job_program(arguments: Sequence[str], ignored_signal: int) -> ChildProcess:
-    """Start a program in the session of this job, where a scheduler's signals reach it; it ignores one of them."""
-
-    def ignore() -> None:
-        signal.signal(ignored_signal, signal.SIG_IGN)
-
-    return subprocess.Popen(_command(arguments), preexec_fn=ignore)
 
 
 def run_program(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

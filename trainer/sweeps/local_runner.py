@@ -9,11 +9,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Literal, Protocol
+from typing import Literal
 
 from trainer.configuration.multirun import Trial, run_arguments
 from trainer.launch.child_processes import ChildProcess, child_environment, forward_signals, start_program
@@ -25,49 +25,6 @@ from trainer.messages import format_duration, format_number
 from trainer.sweeps.results import Outcome, SweepResults
 
 _POLL_INTERVAL = 0.1  # seconds
-
-
-# ---------------------------------------------------------------------------------------------------- which run is next
-
-
-class RunSource(Protocol):
-    """Gives one run after the other, and is told how each ended."""
-
-    def next(self) -> Trial | None:
-        """The next run; None: there are no more."""
-
-    def tell(self, trial: Trial, outcome: Outcome) -> None:
-        """A run has ended."""
-
-    def left(self) -> int:
-        """How many are still to come."""
-
-    def outcomes(self) -> list[Outcome | None]:
-        """How all of them ended, earlier commands' included; None for those that have not."""
-
-
-class RunList:
-    """A RunSource with a fixed list; runs that an earlier command completed are not run again."""
-
-    def __init__(self, trials: Sequence[Trial], results: SweepResults) -> None:
-        self._trials, self._results = trials, results
-        # one that failed is tried again: its cause may be gone, a full disk perhaps
-        self._left = results.left(trials)
-
-    def next(self) -> Trial | None:
-        """The next that is not completed."""
-        return self._left.pop(0) if self._left else None
-
-    def tell(self, trial: Trial, outcome: Outcome) -> None:
-        """Nothing: no outcome changes the list."""
-
-    def left(self) -> int:
-        """How many are still to come."""
-        return len(self._left)
-
-    def outcomes(self) -> list[Outcome | None]:
-        """One for each run of the list."""
-        return [self._results.of(trial) for trial in self._trials]
 
 
 # ----------------------------------------------------------------------------------------- on which part of the machine
@@ -125,62 +82,6 @@ def divide_machine(
     ]
 
 
-# ------------------------------------------------------------------------------------------------ what the screen shows
-
-OUTPUT_FOLDER = "output"  # of what the runs print, where several are under way
-
-
-class SweepScreen(Protocol):
-    """Is told when a run starts, and how it ended."""
-
-    def started(self, trial: Trial, share: DeviceShare) -> AbstractContextManager[IO[bytes] | None]:
-        """Inside, the file that the run is to print into; None: the screen."""
-
-    def ended(self, outcome: Outcome) -> None:
-        """A run has ended."""
-
-
-class SequentialScreen:
-    """Where one run goes at a time, it has the screen for itself."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._count = total, 0
-
-    @contextmanager
-    def started(self, trial: Trial, share: DeviceShare) -> Iterator[None]:
-        """Print a heading; the run prints below it."""
-        self._count += 1
-        print(f"\nrun {self._count} of {self._total}   {trial.name}", flush=True)
-        yield None
-
-    def ended(self, outcome: Outcome) -> None:
-        """Nothing: the run itself has said it."""
-
-
-class ParallelScreen:
-    """Where several go at once, each prints into a file; the screen has a line when it starts and one when it ends."""
-
-    def __init__(self, folder: Path, at_once: int) -> None:
-        self._folder = folder / OUTPUT_FOLDER
-        make_folder(self._folder)
-        print(f"            {at_once} at the same time; their output is in {self._folder}", flush=True)
-
-    @contextmanager
-    def started(self, trial: Trial, share: DeviceShare) -> Iterator[IO[bytes]]:
-        """A file that continues where an earlier start of this run stopped."""
-        where = f"   on {share.label}" if share.label else ""
-        print(f"started     {trial.name}{where}", flush=True)
-        # the child keeps it open by itself
-        with open_file(self._folder / f"{trial.name}.log", "ab") as file:
-            yield file
-
-    def ended(self, outcome: Outcome) -> None:
-        """Print how, with the metric that counts."""
-        best = f"   {outcome.name} {format_number(outcome.best)}" if outcome.best is not None else ""
-        why = f"   {outcome.reason}" if outcome.reason else ""
-        print(f"{outcome.state:<12}{outcome.folder}{best}   {format_duration(outcome.seconds)}{why}", flush=True)
-
-
 # ----------------------------------------------------------------------------------------------------------- the runner
 
 
@@ -196,19 +97,21 @@ class RunningChild:
 
 
 def run_concurrently(
-    source: RunSource,
-    shares: Sequence[DeviceShare],
-    results: SweepResults,
-    more: Sequence[str],
-    screen: SweepScreen,
+    trials: Sequence[Trial], shares: Sequence[DeviceShare], results: SweepResults, more: Sequence[str]
 ) -> int:
     """Keep one run going in each share of the machine until there are no more; how often was it asked to stop?
 
     more: overrides that each run gets beside its own. A request to stop is forwarded to all that are under way, and no
     other run is started; a second Ctrl-C as well, which ends them at once.
     """
+    # one run at a time has the screen for itself; several print into files, and the screen tells of each in two lines
+    output = results.folder / "output" if len(shares) > 1 else None
+    if output is not None:
+        make_folder(output)
+        print(f"            {len(shares)} at the same time; their output is in {output}", flush=True)
+
     # each share of the machine is free, or has one run under way
-    free, under_way = list(shares), list[RunningChild]()
+    waiting, free, under_way = list(trials), list(shares), list[RunningChild]()
     processes: list[ChildProcess] = []  # all that were ever started
     with (
         TemporaryDirectory(prefix="trainer-") as scratch,
@@ -217,9 +120,14 @@ def run_concurrently(
     ):
         while True:
             # every share that is free gets a run, until somebody asks to stop
-            while free and not signals and (trial := source.next()) is not None:
-                arguments, share = [*run_arguments(trial, results.folder), *more], free.pop(0)
-                child = _start_run(trial, arguments, share, Path(scratch) / str(trial.number), screen)
+            while free and waiting and not signals:
+                trial, share = waiting.pop(0), free.pop(0)
+                if output is None:
+                    print(f"\nrun {len(processes) + 1} of {len(trials)}   {trial.name}", flush=True)
+                else:
+                    print(f"started     {trial.name}{f'   on {share.label}' if share.label else ''}", flush=True)
+                arguments = [*run_arguments(trial, results.folder), *more]
+                child = _start_run(trial, arguments, share, Path(scratch) / str(trial.number), output)
                 under_way.append(child)
                 processes.append(child.process)
                 if signals:  # one that came while this run was being started
@@ -232,8 +140,8 @@ def run_concurrently(
             under_way.remove(child)
             free.append(child.share)
             outcome = _record_outcome(child, bool(signals), results)
-            source.tell(child.trial, outcome)
-            screen.ended(outcome)
+            if output is not None:
+                print(_format_ending(outcome), flush=True)
 
 
 @contextmanager
@@ -247,13 +155,15 @@ def _terminate_at_end(processes: Sequence[ChildProcess]) -> Iterator[None]:
 
 
 def _start_run(
-    trial: Trial, arguments: Sequence[str], share: DeviceShare, scratch: Path, screen: SweepScreen
+    trial: Trial, arguments: Sequence[str], share: DeviceShare, scratch: Path, output: Path | None
 ) -> RunningChild:
+    """Start a run; output: the folder of the file that it prints into, None: the screen."""
     # its part of the machine; and TRAINER_EXIT_FILE is for the exit code of the whole sweep
     environment = child_environment(scratch) | share.environment | {"TRAINER_EXIT_FILE": ""}
-    with screen.started(trial, share) as file:
-        output = None if file is None else file.fileno()
-        process = start_program(arguments, environment, output, output)
+    # the file goes on where an earlier start of this run stopped; the child keeps it open by itself
+    with nullcontext() if output is None else open_file(output / f"{trial.name}.log", "ab") as file:
+        descriptor = None if file is None else file.fileno()
+        process = start_program(arguments, environment, descriptor, descriptor)
     return RunningChild(trial, process, share, time.monotonic(), scratch)
 
 
@@ -282,3 +192,10 @@ def _failure_reason(child: RunningChild, folder: Path) -> str:
         return f"killed by {signal.Signals(-code).name}"
     status = read_status(folder) or {}
     return str(status.get("reason") or "it ended without a word").splitlines()[0]
+
+
+def _format_ending(outcome: Outcome) -> str:
+    """How a run ended, with the metric that counts, in one line."""
+    best = f"   {outcome.name} {format_number(outcome.best)}" if outcome.best is not None else ""
+    why = f"   {outcome.reason}" if outcome.reason else ""
+    return f"{outcome.state:<12}{outcome.folder}{best}   {format_duration(outcome.seconds)}{why}"

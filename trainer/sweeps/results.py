@@ -50,13 +50,8 @@ class Outcome:
         return (self.figure or "").removeprefix("-")
 
     @property
-    def score(self) -> float:
-        """Larger is better, of runs with the same metric; minus infinity where there is none."""
-        return self.rank[0]
-
-    @property
     def rank(self) -> tuple[float, float]:
-        """The score, and the loss that decides where scores are equal."""
+        """Larger is better, of runs with the same metric; then the loss, which decides where metrics are equal."""
         metric = self.figure or ""
         return metric_rank({tie_break_loss(metric): self.best_loss, self.name: self.best}, metric)
 
@@ -71,10 +66,6 @@ class SweepResults:
             with contextlib.suppress(TypeError):  # written by hand, or by another version
                 outcome = Outcome(**line)
                 self._outcomes[outcome.folder] = outcome
-
-    def all(self) -> list[Outcome]:
-        """Every outcome, in the order in which they came."""
-        return list(self._outcomes.values())
 
     def of(self, trial: Trial) -> Outcome | None:
         """How a run ended; None where it has not yet, or where a run of other overrides ended in its folder."""

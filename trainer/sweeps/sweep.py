@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from trainer.configuration.multirun import Multirun, parse_multirun, run_arguments
+from trainer.configuration.multirun import Multirun, parse_multirun
 from trainer.launch.child_processes import refuse_namesake
 from trainer.launch.failure import STOPPED, exit_code
 from trainer.launch.launcher_environment import apply_init_method
@@ -14,15 +14,7 @@ from trainer.launch.safe_files import refuse_unsafe_files, resolve_links
 from trainer.messages import Refusal, expand_home, format_count
 from trainer.records.folder_lock import lock_folder
 from trainer.records.run_folder import choose_path
-from trainer.sweeps.local_runner import (
-    ParallelScreen,
-    RunList,
-    RunSource,
-    SequentialScreen,
-    divide_machine,
-    run_concurrently,
-    visible_gpus,
-)
+from trainer.sweeps.local_runner import divide_machine, run_concurrently, visible_gpus
 from trainer.sweeps.results import Outcome, SweepResults, format_best, format_table
 
 _MAX_FAILURES = 20  # that are named at the end
@@ -39,21 +31,18 @@ def run_sweep(arguments: Sequence[str], launch: Launch) -> int:
     asked = parse_multirun(arguments)
     _refuse_launched(arguments, apply_init_method(launch, asked.init_method))
     refuse_namesake()
-    if asked.plugin and asked.search is not None:
-        raise Refusal(f"hydra/launcher={asked.plugin} starts all runs at once, and Optuna chooses one after the other")
-    # which runs are left of an earlier command in this folder
+    # what an earlier command in this folder completed is not run again; one that failed is: its cause may be gone
     results, more = _open_folder(asked, launch)
-    source = _make_source(asked, results)
-    before = sum(outcome is not None and outcome.state == "completed" for outcome in source.outcomes())
+    left = results.left(asked.trials)
+    before = len(asked.trials) - len(left)
     also = f", {before} completed before" if before else ""
-    print(f"multirun    {format_count(source.left(), 'run')} below {results.folder}{also}", flush=True)
-    # who starts them: a plugin of Hydra, or this process
-    if asked.plugin:
-        stop_requests = _submit_to_plugin(asked, results, more)
-    else:
-        stop_requests = _run_here(asked, source, results, more)
-    print("\n".join(_summary_lines(source.outcomes(), results)), flush=True)
-    codes = [outcome.exit_code if outcome else STOPPED for outcome in source.outcomes()]
+    print(f"multirun    {format_count(len(left), 'run')} below {results.folder}{also}", flush=True)
+    gpus = visible_gpus(asked.device) if asked.concurrency != 1 else []
+    shares = divide_machine(asked.concurrency, asked.processes, gpus)
+    stop_requests = run_concurrently(left, shares, results, more)
+    outcomes = [results.of(trial) for trial in asked.trials]
+    print("\n".join(_summary_lines(outcomes, results)), flush=True)
+    codes = [outcome.exit_code if outcome else STOPPED for outcome in outcomes]
     return _exit_code(codes, stop_requests, launch)
 
 
@@ -63,18 +52,15 @@ def _refuse_launched(arguments: Sequence[str], launch: Launch) -> None:
         return
     skipped = ("distributed.init_m",)
     words = [word for word in arguments if word not in ("-m", "--multirun") and not word.startswith(skipped)]
-    chosen = any(word.startswith(("processes=", "hydra/launcher=")) for word in words)
-    if launch.world_size > launch.local_world_size and not chosen:
-        # several machines: the plugin for Slurm starts each run on as many
-        nodes = -(-launch.world_size // launch.local_world_size)
-        slurm = (f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={launch.local_world_size}")
-        words = ["hydra/launcher=submitit_slurm", *slurm, *words]
-    elif launch.world_size > 1 and not chosen:
-        words = [f"processes={launch.world_size}", *words]
+    if launch.world_size > 1 and not any(word.startswith("processes=") for word in words):
+        words = [f"processes={launch.local_world_size}", *words]
     each = f"each of the {launch.world_size} processes" if launch.world_size > 1 else "each process of it"
+    machines = ""
+    if launch.world_size > launch.local_world_size:
+        machines = " Runs of several machines each are a job array, with one run a job (docs/clusters.md)."
     raise Refusal(
-        f"-m: a launcher has started this process, and {each} would begin the same runs. Start it once, without the"
-        f" launcher: python -m trainer -m {shlex.join(words)}"
+        f"-m: a launcher has started this process, and {each} would begin the same runs.{machines} Start it once,"
+        f" without the launcher: python -m trainer -m {shlex.join(words)}"
     )
 
 
@@ -90,39 +76,8 @@ def _open_folder(asked: Multirun, launch: Launch) -> tuple[SweepResults, list[st
         raise Refusal(f"{folder} cannot be written to: {error.strerror}; give another run.dir") from None
     results = SweepResults(folder)
     if asked.fresh and not restarted and not launch.requeued:
-        results.forget(asked.space.grid() if asked.search is None else ())
+        results.forget(asked.trials)
     return results, ["run.resume=auto"] if launch.requeued and asked.fresh else []
-
-
-def _make_source(asked: Multirun, results: SweepResults) -> RunSource:
-    """Every combination, or what Optuna chooses."""
-    if asked.search is None:
-        return RunList(asked.space.grid(), results)
-    from trainer.sweeps.optuna_study import OptunaStudy  # a package that only this needs
-
-    return OptunaStudy(asked.search, asked.space, results)
-
-
-def _run_here(asked: Multirun, source: RunSource, results: SweepResults, more: Sequence[str]) -> int:
-    """Run them on this machine, as children of this process; how often was it asked to stop?"""
-    gpus = visible_gpus(asked.device) if asked.concurrency != 1 else []
-    shares = divide_machine(asked.concurrency, asked.processes, gpus)
-    if len(shares) == 1:
-        return run_concurrently(source, shares, results, more, SequentialScreen(source.left()))
-    return run_concurrently(source, shares, results, more, ParallelScreen(results.folder, len(shares)))
-
-
-def _submit_to_plugin(asked: Multirun, results: SweepResults, more: Sequence[str]) -> int:
-    """Hand all runs to a launcher that is a plugin of Hydra, and wait; never stopped here."""
-    from trainer.configuration.hydra_plugins import submit_to_launcher
-
-    left = results.left(asked.space.grid())
-    ended = submit_to_launcher(
-        asked.hydra_config, [[*run_arguments(trial, results.folder), *more] for trial in left], results.folder
-    )
-    for trial, (code, seconds) in zip(left, ended, strict=True):
-        results.add(trial, code, seconds, None if code in (0, STOPPED) else "see its own output")
-    return 0
 
 
 def _summary_lines(outcomes: Sequence[Outcome | None], results: SweepResults) -> list[str]:
