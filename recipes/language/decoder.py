@@ -1,4 +1,4 @@
-"""A decoder: the network of GPT-2, Llama, Mistral, Qwen2, Mixtral and DeepSeek, a few settings of one code."""
+"""A decoder: the network of GPT-2, Llama, Mistral and Qwen2, or a mixture of experts: settings of one code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from recipes.language.attention import AttentionSettings, Latent
+from recipes.language.attention import AttentionSettings
 from recipes.language.block import BalancedBlock, make_block
 from recipes.language.experts import Experts, Router, Routing
 from recipes.language.generation import continued
@@ -31,12 +31,11 @@ class Decoder(nn.Module):
 
     experts: so many MLPs stand in the place of one, in all blocks behind the first `dense_first`; they are gated, as
     swiglu. shared: experts of every token. expert_inner: the width inside of one; None: `inner`. The words from
-    `active` to `active_groups` are those of `Routing`. kv_rank: latent attention, with the words up to `value_width`,
-    which are those of `Latent`; None: another attention.
+    `active` to `auxiliary` are those of `Routing`.
 
-    Under tensor parallelism the degree must divide `groups`, of latent attention `heads` (and `context`, where the
-    stream is split by `sequence`). length: tokens of a sample; Refusal where they are more than `context`. window: a
-    token sees so many, itself and those before it, in all blocks from number `window_from` on; None: all.
+    Under tensor parallelism the degree must divide `groups` (and `context`, where the stream is split by `sequence`).
+    length: tokens of a sample; Refusal where they are more than `context`. window: a token sees so many, itself and
+    those before it, in all blocks from number `window_from` on; None: all.
     """
 
     def __init__(
@@ -68,16 +67,8 @@ class Decoder(nn.Module):
         scores: str = "softmax",
         normalised: bool = True,
         scaling: float = 1.0,
-        capacity: float | None = None,
         bias_rate: float | None = None,
         auxiliary: float = 0.0,
-        expert_groups: int = 1,
-        active_groups: int = 1,
-        kv_rank: int | None = None,
-        q_rank: int | None = None,
-        plain_width: int = 128,
-        rotary_width: int = 64,
-        value_width: int = 128,
         window: int | None = None,
         window_from: int = 0,
         lora: int | None = None,
@@ -97,10 +88,9 @@ class Decoder(nn.Module):
             scaling=scaling_of(rotary_scaling),
             window=window,
             window_from=window_from,
-            latent=None if kv_rank is None else Latent(kv_rank, q_rank, plain_width, rotary_width, value_width),
         )
-        balance = (capacity, bias_rate, auxiliary, expert_groups, active_groups)
-        routing = None if experts is None else Routing(experts, active, scores, normalised, scaling, *balance)
+        words = (active, scores, normalised, scaling, bias_rate, auxiliary)
+        routing = None if experts is None else Routing(experts, *words)
         inner = inner or 4 * width
         expert_inner = inner if expert_inner is None else expert_inner
         mlps = MLPSettings(width, depth, mlp, inner, bias, routing, shared, expert_inner, dense_first)
@@ -208,23 +198,19 @@ class Decoder(nn.Module):
         from recipes.language.splits import context_plan, tensor_plan
         from recipes.lora_splits import with_adapters
 
-        attention, latent = self.attention, self.attention.latent
-        heads = {"groups": attention.groups} if latent is None else {"heads": attention.heads}
-        divisible = {**heads, **({"context": self.context} if self._sequence else {})}
+        divisible = {"groups": self.attention.groups, **({"context": self.context} if self._sequence else {})}
         for module in self.modules():
             if isinstance(module, Experts):
                 divisible["numbers inside an expert"] = module.down.shape[-1]
         learned, tied = self.position is not None, self.head.weight is self.embed.weight
         mlps: list[Any] = [block.mlp for block in self.blocks]
-        # there is no ring for values that are wider than keys
-        ring = attention.window is None and (latent is None or latent.value_width <= latent.head_width)
-        tensor = tensor_plan(latent is not None, mlps, tied, learned, self._sequence, self._loss_parallel)
+        tensor = tensor_plan(mlps, tied, learned, self._sequence, self._loss_parallel)
         return Plan(
             with_adapters(tensor),
             divisible,
             ("blocks.*",),
             cuts=(f"blocks.{len(self.blocks) // 2}",),
-            context=context_plan(learned, ring, mlps),
+            context=context_plan(learned, self.attention.window is None, mlps),
             experts=tuple(name for name, module in self.named_modules() if isinstance(module, Experts)),
             counters=tuple(f"{name}.counts" for name, module in self.named_modules() if isinstance(module, Router)),
         )

@@ -1,4 +1,4 @@
-"""A decoder's weights and settings as transformers has them: GPT-2, Llama, Mistral, Qwen2, mixtures; read, written.
+"""A decoder's weights and settings as transformers has them: GPT-2, Llama, Mistral, Qwen2; read and written.
 
 `network` is a recipes.language.decoder.Decoder, which calls this.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipes.language import expert_layouts, latent_layouts
 from recipes.language.experts import Mixture
-from recipes.language.pairs import Pair, same
 from recipes.language.rotary_scaling import words_of
 from recipes.language.settings import refuse_others
 from recipes.lora import OWN
@@ -40,6 +39,15 @@ _GPT2 = {
 }
 _APART = tuple(f"self_attn.{which}_proj" for which in "qkv")
 _PREFIXES = ("transformer.", "model.")  # left out in files of the network without its head
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One of our tensors, and those of theirs that hold the same numbers."""
+
+    theirs: tuple[str, ...]
+    join: Callable[..., Tensor]  # theirs → ours
+    part: Callable[[Tensor], tuple[Tensor, ...]]  # ours → theirs
 
 
 def translated(network: Any, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
@@ -81,7 +89,7 @@ def save(network: Any, folder: Path) -> None:
 
     own, described = network.state_dict(), configuration(network)  # which may refuse: before anything is written
     written: dict[str, Tensor] = {}
-    for name, pair in dict(pairs(network)).items():  # the last of several
+    for name, pair in pairs(network):
         if name != "head.weight" or own[name].data_ptr() != own["embed.weight"].data_ptr():  # tied: once
             written |= dict(zip(pair.theirs, pair.part(own[name]), strict=True))
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +98,7 @@ def save(network: Any, folder: Path) -> None:
 
 
 def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
-    """Every tensor of the network, and what holds it in transformers; where there are two layouts, the written last."""
+    """Every tensor of the network but those of mixtures, and what holds it in transformers."""
     llama = network.position is None
     outer = {"embed": "model.embed_tokens", "norm": "model.norm"} if llama else _OUTER_GPT2
     for name in network.state_dict(keep_vars=True):
@@ -98,17 +106,14 @@ def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
         if kind in OWN:
             continue  # an adapter, which is merged before it is written
         if layer == "head":
-            yield name, same("lm_head.weight")
+            yield name, _same("lm_head.weight")
         elif not layer.startswith("blocks."):
-            yield name, same(f"{outer[layer]}.{kind}")
+            yield name, _same(f"{outer[layer]}.{kind}")
         else:
             _, number, inner = layer.split(".", 2)
-            mlp = network.blocks[int(number)].mlp
-            if isinstance(mlp, Mixture) and inner.startswith("mlp."):
-                mixtral = expert_layouts.is_mixtral(network.attention, mlp)
-                layouts = expert_layouts.pairs(mlp, mixtral, f"model.layers.{number}.", inner, kind)
-                yield from ((name, pair) for pair in layouts)
-            elif llama:
+            if isinstance(network.blocks[int(number)].mlp, Mixture) and inner.startswith("mlp."):
+                continue
+            if llama:
                 yield name, _of_llama(network, f"model.layers.{number}.", inner, kind)
             else:
                 yield name, _of_gpt2(network, f"transformer.h.{number}.", inner, kind)
@@ -117,12 +122,13 @@ def pairs(network: Any) -> Iterator[tuple[str, Pair]]:
 _OUTER_GPT2 = {"embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f"}
 
 
+def _same(name: str) -> Pair:
+    return Pair((name,), lambda x: x, lambda x: (x,))
+
+
 def _of_llama(network: Any, block: str, inner: str, kind: str) -> Pair:
-    latent = network.attention.latent
-    if latent is not None and inner.startswith("attention."):
-        return latent_layouts.pair(network.attention, latent, block, inner.removeprefix("attention."), kind)
     if inner != "attention.qkv":
-        return same(f"{block}{_LLAMA[inner]}.{kind}")
+        return _same(f"{block}{_LLAMA[inner]}.{kind}")
     return Pair(tuple(f"{block}{which}.{kind}" for which in _APART), _packed(network), _unpacked(network))
 
 
@@ -164,28 +170,25 @@ def _plain(name: str) -> str:
 def configuration(network: Any) -> dict[str, Any]:
     """The network's settings as transformers' config.json. Refusal where none of the families has them."""
     block: Any = network.blocks[0]
-    mixture = network.blocks[-1].mlp if isinstance(network.blocks[-1].mlp, Mixture) else None
+    if isinstance(network.blocks[-1].mlp, Mixture):
+        raise Refusal(
+            "a mixture of experts is none of the networks of transformers that are read and written here;"
+            " model=hf_decoder trains those of transformers, and job.format=safetensors exports this one"
+        )
     vocabulary, width = network.embed.weight.shape
     common = {
         "vocab_size": vocabulary,
         "tie_word_embeddings": network.head.weight is network.embed.weight,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # null: theirs would be tokens of another vocabulary
     }
-    kind = "SwiGLU" if mixture else type(block.mlp).__name__
-    form = (type(network.norm).__name__, kind, block.attention.out.bias is not None)
+    form = (type(network.norm).__name__, type(block.mlp).__name__, block.attention.out.bias is not None)
     if network.position is not None:
         return common | _gpt2(network, form)
     attention = network.attention
     family = "Qwen2" if attention.qkv_bias else "Llama" if attention.window is None else "Mistral"
     if form != ("RMSNorm", "SwiGLU", False) or (attention.window_from and family == "Mistral"):
         raise Refusal(_STRANGE)
-    if mixture and (family == "Qwen2" or type(block.mlp).__name__ not in ("SwiGLU", "Mixture", "BalancedMixture")):
-        raise Refusal(_STRANGE)
-    if attention.latent is not None and mixture is None:
-        raise Refusal("latent attention without experts is written as no family: DeepSeek-V2 and V3 have a mixture")
-    base, scaled = block.attention.positions.base, block.attention.positions.scaling
-    scaling = words_of(scaled)
-    rope = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
+    base, scaling = block.attention.positions.base, words_of(block.attention.positions.scaling)
     return {
         "model_type": family.lower(),
         "architectures": [f"{family}ForCausalLM"],
@@ -194,20 +197,16 @@ def configuration(network: Any) -> dict[str, Any]:
         "num_hidden_layers": len(network.blocks),
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.groups,
-        **({"head_dim": width // attention.heads} if attention.latent is None else {}),
-        "max_position_embeddings": scaled.places(network.context),
+        "head_dim": width // attention.heads,
+        "max_position_embeddings": network.context,
         "rms_norm_eps": network.norm.eps,
         "hidden_act": "silu",
         **_windows(network, family),
         # both forms: transformers 5 reads the second
         "rope_theta": base,
         **({"rope_scaling": scaling} if scaling else {}),
-        "rope_parameters": rope,
-        **(
-            expert_layouts.configuration(network, mixture, rope)
-            if mixture
-            else {"intermediate_size": block.mlp.up.out_features}
-        ),
+        "rope_parameters": {"rope_type": "default", "rope_theta": base, **(scaling or {})},
+        "intermediate_size": block.mlp.up.out_features,
     }
 
 

@@ -141,7 +141,7 @@ class NextToken(Task):
         return target.numel() if self._ignored is None else (target != self._ignored).sum()
 
     def counted(self, counts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of a mixture of experts: how many tokens each got, and what was dropped."""
+        """Of a mixture of experts: how many tokens each got."""
         return figures(counts)
 
     def tokens(self, target: Tensor) -> int:

@@ -30,9 +30,8 @@ class Rotary(nn.Module):
         # computed once in fp64; they follow from the settings, so no checkpoint holds them
         self.cos: Tensor
         self.sin: Tensor
-        by = self.scaling.attention
-        self.register_buffer("cos", (by * angles.cos()).float().repeat(1, 2), persistent=False)
-        self.register_buffer("sin", (by * angles.sin()).float().repeat(1, 2), persistent=False)
+        self.register_buffer("cos", angles.cos().float().repeat(1, 2), persistent=False)
+        self.register_buffer("sin", angles.sin().float().repeat(1, 2), persistent=False)
 
     def forward(self, x: Tensor, start: int | Tensor) -> Tensor:
         """(B, heads, T, head) to the same, turned; start: the place of the first token, or of all of them (B, T)."""

@@ -21,23 +21,9 @@ from trainer.messages import Refusal, did_you_mean
 class Unscaled:
     """Positions as they are: the neutral element of all kinds."""
 
-    @property
-    def attention(self) -> float:
-        """What queries and keys are multiplied by."""
-        return 1.0
-
-    @property
-    def sharpness(self) -> float:
-        """What the scores of latent attention are multiplied by, of which the positions turn only a part."""
-        return 1.0
-
     def speeds(self, width: int, base: float) -> Tensor:
         """How far each pair of numbers of a head turns from token to token, in radians: (width / 2,), in fp64."""
         return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-
-    def places(self, context: int) -> int:
-        """How many positions config.json is to name, of a network that has so many."""
-        return context
 
 
 @dataclass(frozen=True)
@@ -71,61 +57,7 @@ class Llama3(Unscaled):
         return torch.lerp(speeds / self.factor, speeds, kept.clamp(0, 1))
 
 
-@dataclass(frozen=True)
-class Yarn(Unscaled):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): a ramp over the pairs' numbers, and sharper attention.
-
-    Pairs with more than beta_fast turns in `original` tokens stay, those with fewer than beta_slow turn slower by the
-    whole factor. truncate: the ramp begins and ends at a whole pair.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # null: it follows from the factor, and from the two below if both are there
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    @property
-    def attention(self) -> float:
-        """What queries and keys are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
-        return self._sharpness(1.0)
-
-    @property
-    def sharpness(self) -> float:
-        """What the scores of latent attention are multiplied by."""
-        return self._sharpness(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-    def speeds(self, width: int, base: float) -> Tensor:
-        """(width / 2,)"""
-        speeds = super().speeds(width, base)
-        first, last = self._pair(self.beta_fast, width, base), self._pair(self.beta_slow, width, base)
-        if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, width - 1)
-        slower = (torch.arange(width // 2, dtype=torch.float64) - first) / max(last - first, 0.001)
-        return torch.lerp(speeds, speeds / self.factor, slower.clamp(0, 1))
-
-    def places(self, context: int) -> int:
-        """transformers 4 takes the factor from these and the original ones, 5 from its own key: so both agree."""
-        return round(self.factor * self.original_max_position_embeddings)
-
-    def _pair(self, turns: float, width: int, base: float) -> float:
-        """The number, perhaps between two, of the pair that turns so often in the original tokens."""
-        tokens_a_turn = self.original_max_position_embeddings / turns
-        return width * math.log(tokens_a_turn / (2 * math.pi)) / (2 * math.log(base))
-
-    def _sharpness(self, scale: float) -> float:
-        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-
-KINDS: dict[str, type[Unscaled]] = {"default": Unscaled, "linear": Linear, "llama3": Llama3, "yarn": Yarn}
+KINDS: dict[str, type[Unscaled]] = {"default": Unscaled, "linear": Linear, "llama3": Llama3}
 
 
 def scaling_of(words: Mapping[str, Any] | None, where: str = "model.rotary_scaling") -> Unscaled:
@@ -151,19 +83,20 @@ def scaling_of(words: Mapping[str, Any] | None, where: str = "model.rotary_scali
 def words_of(scaling: Unscaled) -> dict[str, Any] | None:
     """The way back, as a config.json has it; None: not scaled."""
     kind = next(name for name, each in KINDS.items() if type(scaling) is each)
-    said = {key: value for key, value in asdict(scaling).items() if value is not None}
-    return None if kind == "default" else {"rope_type": kind, **said}
+    return None if kind == "default" else {"rope_type": kind, **asdict(scaling)}
 
 
 def _checked(scaling: Unscaled, where: str) -> Unscaled:
     """Refuse numbers that no scaling can have."""
-    numbers = {key: value for key, value in asdict(scaling).items() if value is not None and key != "truncate"}
+    numbers = asdict(scaling)
     for key, value in numbers.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise Refusal(f"{where}: {key} is {value!r}; it is a number above 0")
     if numbers.get("factor", 1) < 1:
         raise Refusal(f"{where}: factor is {numbers['factor']}; it says how much longer texts may be: 1 or more")
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        if low in numbers and numbers[low] >= numbers[high]:
-            raise Refusal(f"{where}: {low} {numbers[low]} is not below {high} {numbers[high]}")
+    if isinstance(scaling, Llama3) and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise Refusal(
+            f"{where}: low_freq_factor {scaling.low_freq_factor} is not below high_freq_factor"
+            f" {scaling.high_freq_factor}"
+        )
     return scaling

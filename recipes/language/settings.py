@@ -12,7 +12,6 @@ from trainer.messages import Refusal
 
 # What may differ: it changes no score, or the shapes of tensors tell, which a start names.
 _FREE = {"architectures", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id"}
-_FREE |= {"num_nextn_predict_layers"}  # layers that are left out, as transformers leaves them out
 # Where their key is one of ours in `model`.
 _OURS = {
     **dict.fromkeys(("n_embd", "hidden_size"), "width"),
@@ -25,20 +24,6 @@ _OURS = {
     "rope_theta": "rotary",
     "rope_scaling": "rotary_scaling",
     "tie_word_embeddings": "tied",
-    **dict.fromkeys(("num_local_experts", "n_routed_experts"), "experts"),
-    "num_experts_per_tok": "active",
-    "n_shared_experts": "shared",
-    "moe_intermediate_size": "expert_inner",
-    "first_k_dense_replace": "dense_first",
-    "norm_topk_prob": "normalised",
-    "routed_scaling_factor": "scaling",
-    "n_group": "expert_groups",
-    "topk_group": "active_groups",
-    "kv_lora_rank": "kv_rank",
-    "q_lora_rank": "q_rank",
-    "qk_nope_head_dim": "plain_width",
-    "qk_rope_head_dim": "rotary_width",
-    "v_head_dim": "value_width",
     **{name: name for name in ("window", "window_from")},  # as `_plain` has them
 }
 _ACTIVATIONS = {"gelu_new": "model.mlp=gelu_tanh", "gelu": "model.mlp=gelu"}
@@ -47,27 +32,6 @@ _FAMILIES = {
     "llama": "model=llama",
     "gpt2": "model=gpt2",
     "mistral": "model=llama",
-    "mixtral": "model=mixtral",
-    "glm4_moe": "model=deepseek_moe model.scores=sigmoid",
-    "deepseek_v2": "model=deepseek",
-    "deepseek_v3": "model=deepseek model.scores=sigmoid model.bias_rate=0.001",
-}
-# how a family routes, where its config.json does not say so
-_ROUTING: dict[str, dict[str, Any]] = {
-    "mixtral": {
-        "scores": "softmax",
-        "normalised": True,
-        "scaling": 1.0,
-        "bias_rate": None,
-        "shared": 0,
-        "expert_inner": None,
-        "dense_first": 0,
-        "expert_groups": 1,
-        "active_groups": 1,
-    },
-    "glm4_moe": {"scores": "sigmoid", "bias_rate": 0.001},
-    "deepseek_v2": {"scores": "softmax", "bias_rate": None, "q_rank": None},
-    "deepseek_v3": {"scores": "sigmoid", "bias_rate": 0.001, "q_rank": None},
 }
 _ROTARY = {"rope_theta", "rope_scaling", "rope_parameters"}
 _WINDOWS = {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
@@ -80,8 +44,8 @@ def refuse_others(theirs: Mapping[str, Any], own: Mapping[str, Any], head: bool)
     """
     if "quantization_config" in theirs:
         raise Refusal(
-            "its config.json has a quantization_config: its weights are numbers that need their scales. Write them in"
-            " bf16 first, with the script that DeepSeek-V3 brings (fp8_cast_bf16.py), or take a folder in bf16"
+            "its config.json has a quantization_config: its weights are numbers that need their scales; take a folder"
+            " in bf16"
         )
     theirs, free = _plain(theirs), _FREE if head and own["tie_word_embeddings"] else {*_FREE, "tie_word_embeddings"}
     own = _plain(own)
@@ -106,7 +70,10 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise Refusal(f"model.settings={folder}: {file} cannot be read ({error})") from error
     if family not in _FAMILIES:
-        raise Refusal(f"model.settings={folder}: it describes a {family}; there are {', '.join(_FAMILIES)}")
+        raise Refusal(
+            f"model.settings={folder}: it describes a {family}; there are {', '.join(_FAMILIES)};"
+            f" model=hf_decoder model.path={folder} trains others"
+        )
     if vocab_size is not None and theirs.get("vocab_size", vocab_size) < vocab_size:
         raise Refusal(
             f"model.settings={folder}: its network knows {theirs['vocab_size']:,} tokens, the data {vocab_size:,}; take"
@@ -127,7 +94,7 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
         "window_from": 0,
     }
     if not learned:
-        form |= {"mlp": "swiglu", **_ROUTING.get(family, {})}
+        form["mlp"] = "swiglu"
     free = {"max_position_embeddings"}  # of rotary positions there are as many as a sample has tokens
     said = {
         ours: plain[key] for key, ours in {**_OURS, "vocab_size": "vocab_size"}.items() if key in plain.keys() - free
@@ -138,28 +105,21 @@ def settings_of(folder: Path, vocab_size: int | None) -> dict[str, Any]:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that say something; those of rotary positions, which versions of transformers keep apart, alike."""
     rope = config.get("rope_parameters") or {}
-    scaled = {**(config.get("rope_scaling") or rope), "partial_rotary_factor": None}  # which is looked at below
-    if scaled.get("rope_type", scaled.get("type")) in ("llama3", "yarn") and "max_position_embeddings" in config:
+    scaled = {**(config.get("rope_scaling") or rope), "partial_rotary_factor": None}  # which none of these families has
+    if scaled.get("rope_type", scaled.get("type")) == "llama3" and "max_position_embeddings" in config:
         scaled.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     rotary = {
         "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
         "rope_scaling": words_of(scaling_of(scaled, "config.json")),
     }
-    plain = {key: value for key, value in config.items() if value is not None and key not in _ROTARY}
-    if config.get("model_type") == "glm4_moe":  # there a missing word means half
-        plain["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
-    if config.get("model_type") == "deepseek_v2" and config.get("topk_method") != "group_limited_greedy":
-        plain |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}  # groups are named, and not used
-    plain = {key: value for key, value in plain.items() if key not in _WINDOWS}
+    plain = {key: value for key, value in config.items() if value is not None and key not in _ROTARY | _WINDOWS}
     return plain | (rotary | _windows(config) if config.get("model_type") != "gpt2" else {})
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
     """How many tokens a token sees, None: all; and the first layer in which it is so. Mistral is a Llama with these."""
     family, depth = config.get("model_type"), config.get("num_hidden_layers", 0)
-    used = {"mistral": True, "qwen2": config.get("use_sliding_window"), "mixtral": config.get("sliding_window")}.get(
-        str(family), False
-    )
+    used = {"mistral": True, "qwen2": config.get("use_sliding_window")}.get(str(family), False)
     window = config.get("sliding_window", 4096) if used else None  # what they take where the key is missing
     first = config.get("max_window_layers", 28) if window and family == "qwen2" else 0
     kinds = ["sliding_attention" if window and number >= first else "full_attention" for number in range(depth)]

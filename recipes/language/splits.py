@@ -26,9 +26,9 @@ WHOLE: Any = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(
 
 
 def tensor_plan(
-    latent: bool, mlps: Sequence[nn.Module], tied: bool, learned: bool, sequence: bool, loss_parallel: bool
+    mlps: Sequence[nn.Module], tied: bool, learned: bool, sequence: bool, loss_parallel: bool
 ) -> dict[str, ParallelStyle]:
-    """Layer → how it is split; of a decoder with these MLPs, and these kinds of attention, head and positions.
+    """Layer → how it is split; of a decoder with these MLPs, and these kinds of head and positions.
 
     sequence: between the layers each rank has some of the tokens, not all (Korthikanti et al. 2022, arXiv:2205.05198).
     loss_parallel: the scores stay split by token number until the loss. Tied embeddings stay whole: only one of the two
@@ -36,7 +36,7 @@ def tensor_plan(
     """
     stream = Shard(1) if sequence else Replicate()
     plan: dict[str, ParallelStyle] = {
-        **(_LATENT if latent else {"blocks.*.attention.qkv": ColwiseParallel()}),
+        "blocks.*.attention.qkv": ColwiseParallel(),
         "blocks.*.attention.out": RowwiseParallel(output_layouts=stream),
         **_mlp_plan(mlps, sequence),
     }
@@ -44,24 +44,7 @@ def tensor_plan(
         scores = Shard(-1) if loss_parallel else Replicate()
         plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
         plan["head"] = ColwiseParallel(input_layouts=stream, output_layouts=scores, use_local_output=not loss_parallel)
-    return plan | (_by_sequence(latent, tied, learned) if sequence else {})
-
-
-class KeyOfAllHeads(ParallelStyle):
-    """Each tensor rank has some of the heads that share one key, and a part of the key's gradient."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """torch calls this method."""
-        module.register_forward_pre_hook(lambda _, inputs: (_summed_gradient(inputs[0], device_mesh), *inputs[1:]))
-        return module
-
-
-# heads are cut; the latents, which are narrow, are on each rank
-_LATENT: dict[str, ParallelStyle] = {
-    "blocks.*.attention.q_up": ColwiseParallel(),
-    "blocks.*.attention.kv_up": ColwiseParallel(),
-    "blocks.*.attention.shared_key": KeyOfAllHeads(),
-}
+    return plan | (_by_sequence(tied, learned) if sequence else {})
 
 
 def _mlp_plan(mlps: Sequence[nn.Module], sequence: bool) -> dict[str, ParallelStyle]:
@@ -121,12 +104,11 @@ def _leave(mesh: DeviceMesh, stream: Placement, _: nn.Module, __: Any, y: Tensor
     return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[stream]).to_local()
 
 
-def _by_sequence(latent: bool, tied: bool, learned: bool) -> dict[str, ParallelStyle]:
+def _by_sequence(tied: bool, learned: bool) -> dict[str, ParallelStyle]:
     """Where the tokens are cut, and where all of them are put together again."""
     plan: dict[str, ParallelStyle] = {
         "blocks.*.attention_norm": SequenceParallel(),
-        # latents are whole on each rank: their layers take plain tensors
-        "blocks.*.attention": PrepareModuleInput(**WHOLE, use_local_output=latent),
+        "blocks.*.attention": PrepareModuleInput(**WHOLE, use_local_output=False),
         "blocks.*.mlp_norm": SequenceParallel(),
         "norm": SequenceParallel(),
     }

@@ -196,7 +196,7 @@ class Counting(Decoder):
         return super()._embedded(tokens, torch.arange(tokens.shape[1]))
 
 
-EXPERTS = {"experts": 4, "auxiliary": 0.1, "capacity": 1.0}
+EXPERTS = {"experts": 4, "auxiliary": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,6 @@ import torch
 import yaml
 
 from recipes.language.decoder import Decoder
-from recipes.language.huggingface import configuration
-from recipes.language.settings import refuse_others
-from tests.commands import ROOT
 from tests.inside import here
 from trainer.jobs.initial_weights import InitialWeights
 from trainer.messages import Refusal
@@ -37,9 +34,6 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
-YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-# what else YaRN may say; a head of 8 numbers turns all its pairs often, so the ramp must lie low
-SHARP = {**YARN, "beta_fast": 2.0, "beta_slow": 0.01, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.5}
 
 
@@ -74,10 +68,10 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ),
     (LLAMA, {}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"\(model\.rotary_scaling=\{rope_type:linear,fac"),
     (
-        LLAMA | {"rotary_scaling": YARN},
+        LLAMA | {"rotary_scaling": LLAMA3},
         {"rotary_scaling": None},
         {},
-        r"here None \(model\.rotary_scaling=\{rope_type:yarn,",
+        r"here None \(model\.rotary_scaling=\{rope_type:llama3,",
     ),
     (LLAMA, {"eps": 1e-6}, {}, r"rms_norm_eps 1e-05, here 1e-06 \(model\.eps=1e-05\)"),
     (LLAMA, {"tied": False}, {"tie_word_embeddings": True, "attention_bias": True}, "attention_bias True, here False"),
@@ -103,6 +97,21 @@ def test_another_network_is_refused_in_words(
         begun(Decoder(**there | here), tmp_path)
     # who knows better names the file
     begun(Decoder(**there | here), tmp_path / "model.safetensors")
+
+
+def test_folders_that_are_not_read_are_refused(tmp_path: Path) -> None:
+    Decoder(**LLAMA).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(Refusal, match=r"has a quantization_config: .* need their scales"):
+        begun(Decoder(**LLAMA), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(written | {"model_type": "mixtral"}))
+    with pytest.raises(Refusal, match=r"it describes a mixtral; there are .*; model=hf_decoder model\.path=.* trains"):
+        Decoder.settings_of(tmp_path, None)
+    with pytest.raises(Refusal, match=r"model_type mixtral, here llama"):
+        begun(Decoder(**LLAMA), tmp_path)
+    with pytest.raises(Refusal, match=r"a mixture of experts is none of the networks of transformers"):
+        begun(Decoder(**LLAMA, experts=4), tmp_path)
 
 
 @pytest.mark.parametrize("family", [GPT2, LLAMA])
@@ -165,7 +174,7 @@ def test_a_context_that_is_not_the_folders_is_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("scaling", [LLAMA3, YARN, SHARP, LINEAR], ids=["llama3", "yarn", "yarn, all keys", "linear"])
+@pytest.mark.parametrize("scaling", [LLAMA3, LINEAR], ids=["llama3", "linear"])
 def test_scaled_positions_are_those_of_transformers(tmp_path: Path, form: str, scaling: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
     config = transformers.LlamaConfig(
@@ -204,100 +213,23 @@ def test_scaled_positions_are_those_of_transformers(tmp_path: Path, form: str, s
     own.save_pretrained(tmp_path / "ours")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     torch.testing.assert_close(back(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    if "truncate" not in scaling:  # what is not said stays unsaid, or has the same value
-        assert back.config.rope_parameters.items() >= config.rope_parameters.items()
+    assert back.config.rope_parameters.items() >= config.rope_parameters.items()
 
 
 def test_a_scaling_that_is_not_there_is_refused() -> None:
     for scaling, said in (
         (
             {"rope_type": "dynamic", "factor": 2.0},
-            r"dynamic is not there, only linear, llama3, yarn; its positions would",
+            r"dynamic is not there, only linear, llama3; its positions would",
         ),
-        ({"rope_type": "yarm", "factor": 2.0}, r"yarm is not there, only linear, llama3, yarn.*yarn"),
+        ({"rope_type": "llama", "factor": 2.0}, r"llama is not there, only linear, llama3; did you mean 'llama3'"),
         ({"rope_type": "linear"}, r"model\.rotary_scaling: rope_type linear needs 'factor'"),
         ({"rope_type": "linear", "factor": 0.5}, r"factor is 0\.5; it says how much longer"),
         ({**LLAMA3, "beta_fast": 1}, r"llama3 has no beta_fast; it has factor, high_freq"),
         ({**LLAMA3, "low_freq_factor": 4.0}, r"low_freq_factor 4\.0 is not below high_freq_factor 4\.0"),
-        ({**YARN, "factor": "4"}, r"factor is '4'; it is a number above 0"),
+        ({**LINEAR, "factor": "4"}, r"factor is '4'; it is a number above 0"),
     ):
         with pytest.raises(Refusal, match=said):
             Decoder(**LLAMA, rotary_scaling=scaling)
     with pytest.raises(Refusal, match=r"model\.rotary=null has none"):
         Decoder(**GPT2, rotary_scaling=LINEAR)
-
-
-# what deepseek-ai says of DeepSeek-V2-Lite, and of V3 where it differs
-V2_LITE: dict[str, Any] = {
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    },
-    "tie_word_embeddings": False,
-    "vocab_size": 102400,
-}
-V3: dict[str, Any] = {
-    **V2_LITE,
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "num_nextn_predict_layers": 1,
-    "vocab_size": 129280,
-}
-
-
-@pytest.mark.parametrize(("config", "parameters"), [(V2_LITE, 15_706_484_224), (V3, 671_026_404_352)])
-def test_published_settings_of_deepseek_make_networks_of_their_size(
-    tmp_path: Path, config: dict[str, Any], parameters: int
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    words = Decoder.settings_of(tmp_path, None)
-    with torch.device("meta"):
-        network = Decoder(**words, context=16)
-    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
-    refuse_others(config, configuration(network), head=True)
-    if config is V2_LITE:  # the size of model=deepseek
-        conf = yaml.safe_load((ROOT / "conf" / "model" / "deepseek.yaml").read_text())
-        other = {key for key, value in words.items() if conf[key] != value}
-        assert other == {"vocab_size", "groups", "rotary_scaling"}

@@ -21,13 +21,10 @@ VOCABULARY, LENGTH, CLASSES, IGNORED = 24, 8, 4, -100
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "rotary": 1e4, "bias": False, "groups": 2}
 
 EXPERTS: dict[str, Any] = {**LLAMA, "experts": 4, "expert_inner": 8}
-LATENT: dict[str, Any] = {**EXPERTS, "groups": None, "kv_rank": 6, "plain_width": 4, "rotary_width": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "experts biased": {**EXPERTS, "shared": 1, "scores": "sigmoid", "scaling": 1.5, "bias_rate": 0.01, "active": 3},
-    "experts limited": {**EXPERTS, "shared": 2, "capacity": 0.9, "auxiliary": 0.1, "normalised": False},
-    "latent queries": {**LATENT, "value_width": 3, "q_rank": 5, "shared": 1, "dense_first": 1},
-    "latent": {**LATENT, "value_width": 8, "shared": 1, "scores": "sigmoid", "expert_groups": 2, "bias_rate": 0.01},
+    "experts shared": {**EXPERTS, "shared": 2, "auxiliary": 0.1, "normalised": False},
     "experts behind": {**EXPERTS, "dense_first": 1, "auxiliary": 0.1, "bias_rate": 0.01},
 }
 

@@ -89,13 +89,9 @@ EXPERTS = {
     "context and expert on 4": (4, "", Case("fsdp", {"context": 2, "expert": 4})),
     "tensor and expert on 4, by sequence": (4, " sequence", Case("fsdp", {"tensor": 2, "expert": 2})),
 }
-MIXTURES = ("experts biased", "experts limited", "experts behind")
+MIXTURES = ("experts biased", "experts shared", "experts behind")
 DECODERS += [(MIXTURES[number % 3], plan) for number, plan in enumerate(PLANS)]
 DECODERS += [(kind, plan) for kind in MIXTURES for plan in EXPERTS]
-# latent attention with experts; its values are wider than its keys, or narrower
-LATENT = ("tp on 2, by sequence, dropout", "fsdp_tp on 4, by sequence", "cp on 2", "context and tensor on 4", "pp on 2")
-DECODERS += [("latent", plan) for plan in (*LATENT, "fsdp on 3", "tensor and expert on 4, by sequence")]
-DECODERS += [("latent queries", plan) for plan in (*LATENT, "tp on 2, loss_parallel", "ddp_cp on 4, dropout")]
 PLANS |= EXPERTS
 QUICK_DECODERS = [
     ("experts biased", "fsdp, expert on 2"),
@@ -113,13 +109,11 @@ PACKED = [
     ("gpt tied", "ddp_cp on 4, dropout"),
     ("llama", "fsdp_cp on 4"),
     ("llama", "context and tensor on 4, by sequence, dropout"),
-    *[(kind, plan) for kind in (*MIXTURES, "latent queries") for plan in ("ddp on 2", "cp on 2", "pp on 2")],
-    ("latent", "tp on 2, by sequence"),
+    *[(kind, plan) for kind in MIXTURES for plan in ("ddp on 2", "cp on 2", "pp on 2")],
 ]
 QUICK_PACKED = [("llama", "cp on 2")]
 # a token sees three tokens: with and without documents
 WINDOWS = [(kind, plan) for kind in ("gpt window", "llama window") for plan in PACKED_PLANS]
-WINDOWS += [("latent window", "cp on 2"), ("latent window", "tp on 2, by sequence")]
 # each strategy once, and each pair of axes
 ONCE = ["dp", "ddp on 4", "tp on 2", "ddp_tp on 4", "zero1 on 3", "fsdp on 3", "hsdp on 4", "fsdp_tp on 4"]
 ONCE += ["pp on 2", "fsdp_pp on 4", "mesh of pipe and tensor on 4"]
