@@ -392,7 +392,7 @@ class TestProcess:
                     "--config-dir DIR",
                 ],
             ),
-            pytest.param(["-h", "model=resnet18"], ["model: airbench"], marks=pytest.mark.long),
+            pytest.param(["-h", "model=resnet18"], ["model: cnn"], marks=pytest.mark.long),
             (["--cfg", "job"], ["global_batch: 128", "_target_"]),
             pytest.param(["--cfg", "job", "--package", "loop", "loop.epochs=7"], ["epochs: 7"], marks=pytest.mark.long),
             pytest.param(["--cfg", "job", "--resolve"], ["num_classes: 10"], marks=pytest.mark.long),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.vision.classification import Classification
 from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
@@ -20,6 +21,7 @@ from trainer.messages import Refusal
 from trainer.parallel.meta_model import named_state
 from trainer.parallel.pipeline.cut import cut_stages
 from trainer.parallel.pipeline.stages import RankStages
+from trainer.strategies.loss import TaskNetwork
 
 
 class Step(nn.Module):
@@ -538,3 +540,17 @@ def test_equal_parts_go_around_frozen_and_tied_parts() -> None:
     network = Chain(*(nn.Linear(6, 6) for _ in range(6)))
     network[1].weight = network[0].weight
     assert ["1.weight" in stage.state_dict() for stage in cut(network, 5)] == [True, False, False, False, False]
+
+
+class Views(Classification):
+    """An evaluation averages an image and its mirror image."""
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
+        return network(inputs) if network.training else (network(inputs) + network(inputs.flip(-1))) / 2
+
+
+def test_an_evaluation_of_several_views_is_refused() -> None:
+    """Stages run once: the second view would have had the first one's scores."""
+    network, example = resnet18(3, 3, 32), (torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))
+    with pytest.raises(Refusal, match=r"is called 2 times in an evaluation, and a stage runs once"):
+        cut_stages(TaskNetwork(Views(), network), (), 2, example)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class Augment:
     """
 
     crop: int = 0  # pixels of border to cut from: shifts by whole pixels, up to that many
-    flip: bool | Literal["alternate"] = False  # left-right: by chance, or in every other epoch
+    flip: bool = False  # left-right, by chance
     resized_crop: float = 0.0  # 0.1: a box of 10 to 100 % of the area, stretched to the image
     brightness: float = 0.0  # 0.4: times 0.6 to 1.4
     contrast: float = 0.0
@@ -49,7 +48,6 @@ class Augment:
     mean: tuple[float, ...] = (0.5,)  # of each channel (or one for all), as a part of full_scale
     std: tuple[float, ...] = (0.5,)
     full_scale: float = 255.0  # the value of white
-    border: Literal["black", "reflect"] = "black"  # of `crop`; reflect: the image mirrored at its edge
 
     def __post_init__(self) -> None:
         amounts = ("crop", "brightness", "contrast", "saturation", "rotate", "scale", "shear", "shift")
@@ -70,7 +68,7 @@ class Augment:
         """Give the batch as the network shall see it."""
         # bytes as long as can be: windows of them are copied at a quarter of the cost
         if training and (self.crop or self.flip):
-            images = crop(images, random, self.crop, self.flip, self.border)
+            images = crop(images, random, self.crop, self.flip)
         if training and self.resized_crop:
             images = resized_crop(images, random, self.resized_crop)
         if training and (self.brightness or self.contrast or self.saturation):

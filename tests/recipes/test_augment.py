@@ -184,29 +184,6 @@ def test_flip_alone_gives_the_image_or_its_mirror():
     assert 40 < mirrored.sum() < 88
 
 
-def test_an_alternating_flip_shows_each_side_in_every_other_epoch():
-    batch = images(128, 3, 6)
-
-    def mirrored(epoch, at=slice(None), seed=5):
-        flipped = crop(batch[at], rng(INDICES[at], seed, epoch), padding=0, flip="alternate")
-        return (flipped == batch[at].flip(-1)).flatten(1).all(1)
-
-    first = mirrored(0)
-    assert 40 < first.sum() < 88
-    for epoch in range(1, 5):
-        assert torch.equal(mirrored(epoch), first ^ (epoch % 2 == 1))
-    assert torch.equal(mirrored(3, SHUFFLED), mirrored(3)[SHUFFLED])  # of the sample, not of its place
-    assert not torch.equal(mirrored(0, seed=6), first)
-
-
-def test_a_border_may_mirror_the_image():
-    batch = images(64, 3, 5)
-    cropped = crop(batch, rng(INDICES[:64]), padding=2, border="reflect")
-    bordered = torch.nn.functional.pad(batch.float(), (2, 2, 2, 2), mode="reflect").byte()
-    for image, result in zip(bordered, cropped, strict=True):
-        assert any(torch.equal(image[:, y : y + 5, x : x + 5], result) for y in range(5) for x in range(5))
-
-
 def test_affine_without_amounts_is_the_identity():
     batch = images(16, 2, 9, torch.float32)
     assert torch.allclose(affine(batch, rng(INDICES[:16])), batch, atol=1e-3)

@@ -29,7 +29,6 @@ PRESETS = {
     "imagenet_resnet50": SMALL,
     "imagenet_resnet50_strong": (*SMALL, "data.eval_image_size=40", "ema.every=1"),
     "imagenet_resnet50_fast": (*SMALL, "data.image_sizes=[[0,24],[1,32]]", "data.eval_image_size=40"),
-    "cifar10_airbench": ("data.root=.", "optimizer.begin=0", "optimizer.every=2", "schedule.warmup=1"),
     "gpt2_speedrun": (*TOKENS, "model.width=16", "model.heads=2", "model.depth=2"),
     "llama_8b": (*TOKENS, "model.width=16", "model.heads=4", "model.groups=2", "model.inner=32", "model.depth=2"),
     "imagenet_vit_small": (*SMALL, "model.depth=2", "model.patch_size=8"),

@@ -136,9 +136,6 @@ class TensorPart(NamedTuple):
     size: int  # of the whole dimension
 
 
-_ALTERNATING = -1  # no epoch has this number: what is drawn with it is the same in all of them
-
-
 class Random:
     """Random numbers for a batch: each sample has its own, the same bits on every rank, on CPU and GPU.
 
@@ -157,11 +154,6 @@ class Random:
         shape: padding a sample does not change its numbers.
         """
         return DerivedRandom(self._indices, self.starts + number, part)
-
-    def alternating(self) -> Tensor:
-        """True in every other epoch, for each sample from a first value of its own: (B,). It takes no number away."""
-        first = Random(self._seed, _ALTERNATING, self._indices).integers(0, 2, len(self._indices))
-        return (first + self._epoch) % 2 == 1
 
     @cached_property
     def starts(self) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,30 +14,21 @@ from trainer.data.rng import Random
 _CACHED = 128  # images
 
 
-def crop(
-    images: Tensor,
-    random: Random,
-    padding: int,
-    flip: bool | Literal["alternate"] = False,
-    border: Literal["black", "reflect"] = "black",
-) -> Tensor:
-    """Cut each image at a random place from itself with a border; with `flip`, mirror every other one.
+def crop(images: Tensor, random: Random, padding: int, flip: bool = False) -> Tensor:
+    """Cut each image at a random place from itself with a black border; with `flip`, mirror every other one.
 
-    flip=alternate: an image is mirrored in every other epoch (Jordan 2024), so two epochs show both of its sides.
     On the CPU in parts: the borders of a large batch leave the cache, and their memory is handed back each time.
     """
     batch, span = images.shape[0], 2 * padding + 1
     places = span * span
-    choice = random.integers(0, places * (2 if flip is True else 1), batch)
-    if flip == "alternate":
-        choice = choice + places * random.alternating()
+    choice = random.integers(0, places * (2 if flip else 1), batch)
     part = _CACHED if images.device.type == "cpu" else max(batch, 1)
     pieces = zip(images.split(part), choice.split(part), strict=True)
-    done = [_cut_out(some, chosen, padding, bool(flip), border) for some, chosen in pieces]
+    done = [_cut_out(some, chosen, padding, flip) for some, chosen in pieces]
     return torch.cat(done) if len(done) > 1 else done[0]
 
 
-def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool, border: str) -> Tensor:
+def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool) -> Tensor:
     """A cut-out is one contiguous window of the bordered batch, read with the border's row length: a copy an image.
 
     choice: (B,) place of the window in the border, then, with `flip`, whether of the mirrored image.
@@ -47,10 +37,7 @@ def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool, border: s
     rows, columns = height + 2 * padding, width + 2 * padding
     size, span = channels * rows * columns, 2 * padding + 1
     bordered = images.new_zeros(2 if flip else 1, batch, channels, rows, columns)
-    if border == "reflect":
-        inside, images = bordered, reflected(images, padding)
-    else:
-        inside = bordered[..., padding : padding + height, padding : padding + width]
+    inside = bordered[..., padding : padding + height, padding : padding + width]
     inside[0].copy_(images)
     if flip:
         inside[1].copy_(images.flip(-1))
@@ -61,15 +48,6 @@ def _cut_out(images: Tensor, choice: Tensor, padding: int, flip: bool, border: s
     windows = bordered.as_strided((max(bordered.numel() - length + 1, 0), length), (1, 1))
     strides = (length, rows * columns, columns, 1)
     return windows.index_select(0, start).as_strided((batch, channels, height, width), strides)
-
-
-def reflected(images: Tensor, padding: int) -> Tensor:
-    """Images with a border that mirrors them; the edge comes once. Of bytes too, which torch's `pad` refuses."""
-    for dim in (-2, -1):
-        last = images.shape[dim] - 1
-        places = torch.arange(-padding, last + 1 + padding, device=images.device).abs()
-        images = images.index_select(dim, last - (last - places).abs())
-    return images
 
 
 def affine(
