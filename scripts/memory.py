@@ -145,15 +145,13 @@ def main() -> None:
 
 def sequences() -> None:
     """Print the table of one long sequence on more and more context ranks."""
-    print("| strategy | processes | attention | built: rank 0 | others | peak: rank 0 | others |")
-    print("|" + 7 * " --- |", flush=True)
+    print("| strategy | processes | built: rank 0 | others | peak: rank 0 | others |")
+    print("|" + 6 * " --- |", flush=True)
     figures = measured("single", 1, LARGE, TINY)
-    print(f"| single | 1 | | {' | '.join(figures)} |", flush=True)
+    print(f"| single | 1 | {' | '.join(figures)} |", flush=True)
     for strategy, processes in (("cp", 2), ("cp", 4), ("fsdp_cp", 2), ("fsdp_cp", 4)):
-        for attention in ("gather", "ring"):
-            more = f" strategy.context={processes} strategy.attention={attention}"
-            figures = measured(strategy + more, processes, LARGE, TINY)
-            print(f"| {' | '.join([strategy, str(processes), attention, *figures])} |", flush=True)
+        figures = measured(f"{strategy} strategy.context={processes}", processes, LARGE, TINY)
+        print(f"| {' | '.join([strategy, str(processes), *figures])} |", flush=True)
 
 
 if __name__ == "__main__":

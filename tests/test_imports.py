@@ -63,7 +63,6 @@ def test_recipes_see_only_the_open_side_of_the_framework() -> None:
         "learning.task",
         "learning.parallel_plan",
         "parallel.context_parallel",
-        "parallel.ring_attention",
         "data.data",
         "data.rng",
         "messages",

@@ -65,20 +65,6 @@ PRIVATE = {
     "torch._inductor": "trainer/parallel/compile.py",
     # A unit that is recomputed may note in Python which module draws: in the graph it is the same both times.
     "torch._dynamo": "trainer/parallel/compile.py",
-    # Asynchronous tensor parallelism, and memory that GPUs read of each other: torch has no public switch; in 2.15.
-    "torch._inductor.config._micro_pipeline_tp": "trainer/parallel/compile.py",
-    "torch.distributed._symmetric_memory": "trainer/parallel/async_tensor_parallel.py",
-    # Attention that also gives the logarithm of its sum, by which parts of it are added up, and its gradients; 2.11 to
-    # 2.15. The public function gives no such number.
-    **{
-        f"torch.ops.aten.{name}{end}": "trainer/parallel/ring_attention.py"
-        for name in (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-        )
-        for end in ("", "_backward")
-    },
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/meta_model.py",
 }

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from trainer.parallel.context_parallel import GatheredKeys as GatheredKeys
     from trainer.parallel.context_parallel import ShiftedPlaces as ShiftedPlaces
     from trainer.parallel.context_parallel import WholeSequences as WholeSequences
-    from trainer.parallel.ring_attention import RingAttention as RingAttention
     from trainer.records.sinks import Sink as Sink
     from trainer.strategies.base import Strategy as Strategy
     from trainer.strategies.multi_process import Joined as Joined
@@ -41,7 +40,6 @@ _HOMES = {
     "Refusal": "trainer.messages",
     "Result": "trainer.api",
     "Schedule": "trainer.learning.schedule",
-    "RingAttention": "trainer.parallel.ring_attention",
     "ShiftedPlaces": "trainer.parallel.context_parallel",
     "Sink": "trainer.records.sinks",
     "Strategy": "trainer.strategies.base",
@@ -62,7 +60,6 @@ __all__ = [
     "Preparation",
     "Refusal",
     "Result",
-    "RingAttention",
     "Schedule",
     "ShiftedPlaces",
     "Sink",

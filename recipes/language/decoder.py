@@ -210,7 +210,7 @@ class Decoder(nn.Module):
             divisible,
             ("blocks.*",),
             cuts=(f"blocks.{len(self.blocks) // 2}",),
-            context=context_plan(learned, self.attention.window is None, mlps),
+            context=context_plan(learned, mlps),
             experts=tuple(name for name, module in self.named_modules() if isinstance(module, Experts)),
             counters=tuple(f"{name}.counts" for name, module in self.named_modules() if isinstance(module, Router)),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recipes.language.experts import figures
-from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import BadData, Refusal
 
@@ -58,17 +56,6 @@ class NextToken(Task):
                 " ignored, chunk), the loss of each token, as the decoders of recipes.language have one;"
                 " task.loss_chunk=null works with every network"
             )
-
-    def plan(self, network: nn.Module) -> Plan:
-        """The network's; attention with a mask gathers keys and values, which a ring takes without one only."""
-        plan = super().plan(network)
-        if not (self._pack and plan.context):
-            return plan
-        from trainer.parallel.context_parallel import GatheredKeys
-        from trainer.parallel.ring_attention import RingAttention
-
-        rings = {name: GatheredKeys() for name, style in plan.context.items() if isinstance(style, RingAttention)}
-        return replace(plan, context={**plan.context, **rings})
 
     def forward(self, network: nn.Module, inputs: Any, targets: Tensor) -> Tensor:
         """Scores (B, T, vocabulary); in chunks the loss of each token (B, T)."""

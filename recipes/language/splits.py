@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 
 from recipes.language.experts import Mixture
 from trainer.parallel.context_parallel import GatheredKeys, ShiftedPlaces, WholeSequences
-from trainer.parallel.ring_attention import RingAttention
 
 WHOLE: Any = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}  # all tokens come together
 
@@ -121,15 +120,12 @@ def _by_sequence(tied: bool, learned: bool) -> dict[str, ParallelStyle]:
     return plan
 
 
-def context_plan(learned: bool, ring: bool, mlps: Sequence[nn.Module]) -> dict[str, ParallelStyle]:
-    """What works on a stretch of each sequence: attention, what tells tokens where they are, and some routers.
-
-    ring: may keys and values travel in a ring? With windows attention has a mask, which no ring takes.
-    """
+def context_plan(learned: bool, mlps: Sequence[nn.Module]) -> dict[str, ParallelStyle]:
+    """What works on a stretch of each sequence: attention, what tells tokens where they are, and some routers."""
     places = {"position": ShiftedPlaces()} if learned else {"blocks.*.attention.positions": ShiftedPlaces(1, dim=2)}
     routers = {
         f"blocks.{number}.mlp.router": WholeSequences()
         for number, mlp in enumerate(mlps)
         if isinstance(mlp, Mixture) and mlp.router.routing.by_sample
     }
-    return {"blocks.*.attention.core": RingAttention() if ring else GatheredKeys(), **places, **routers}
+    return {"blocks.*.attention.core": GatheredKeys(), **places, **routers}

@@ -172,7 +172,7 @@ PLANTS = {
     "own_keys_gradient": Plant(
         "gradients of keys and values are not summed over the context ranks (Megatron-LM#1464)",
         GPT,
-        ("strategy=cp", "strategy.attention=gather"),
+        ("strategy=cp",),
         GRADIENT,
         STRATEGY,
         {"trainer.parallel.context_parallel._all_gather": own_keys_gradient},

@@ -26,7 +26,6 @@ from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.recipes.test_language import FAMILIES, SIZES, filled
-from tests.strategies.test_context import refused
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -237,13 +236,8 @@ class Blind(nn.Module):
         return tokens
 
 
-def test_what_cannot_keep_documents_apart_is_refused(processes: Processes, corpus: Path) -> None:
+def test_what_cannot_keep_documents_apart_is_refused(corpus: Path) -> None:
     with pytest.raises(Refusal, match=r"data\.pack=true: Blind would let tokens see other documents of their sample"):
         NextToken(pack=True).check(Blind())
     with pytest.raises(Refusal, match=r"data\.pack=true fills samples .* data\.boundaries=false"):
         Tokens(str(corpus), 16, boundaries=True, pack=True)
-    ring = [*PACKED, "strategy=cp", "strategy.attention=ring", "run.dir=run"]
-    for said in processes.run(2, refused, corpus.parent, ring):
-        assert "strategy.attention=ring: the network's plan names no module as plain causal attention" in said
-        assert "with data.pack=true or model.window attention has a mask" in said
-    assert not (corpus.parent / "run").exists()

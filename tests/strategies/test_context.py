@@ -48,7 +48,7 @@ def test_a_network_of_others_learns_from_stretches_by_its_plan(processes: Proces
 
 
 def test_context_ranks_send_keys_and_values_and_each_gradient_once(processes: Processes) -> None:
-    case = Case("cp", {"attention": "gather"}, network="llama", task="next")
+    case = Case("cp", network="llama", task="next")
     one, four = (
         [size for _, size in processes.run(2, collectives_of_a_step, case.but(micro_batches=n))[0]] for n in (1, 4)
     )
@@ -82,10 +82,7 @@ def test_context_ranks_compute_the_same_share_of_attention(processes: Processes,
     words = [*BOOK, "data.length=12", "data.held=0", "loop.steps=1", "loop.global_batch=2", "run.dir=run"]
     (whole,) = processes.run(1, seen, tmp_path, [*words, "strategy=single"])
     words[-1] = "run.dir=stretches"
-    assert (
-        processes.run(ranks, seen, tmp_path, [*words, "strategy=cp", "strategy.attention=gather"])
-        == [whole / ranks] * ranks
-    )
+    assert processes.run(ranks, seen, tmp_path, [*words, "strategy=cp"]) == [whole / ranks] * ranks
 
 
 def kept(launch: Launch, word: str) -> int:
@@ -163,14 +160,6 @@ WORDS = {
     "stages": (
         [*BOOK, "strategy=mesh", "strategy.pipe=2", "strategy.context=2"],
         "the stages of a pipeline take whole sequences; strategy.pipe=1 with",
-    ),
-    "a ring": (
-        [*BOOK, "strategy=cp", "strategy.attention=ring", "compile.mode=default", "loop.dropout=native"],
-        "strategy.attention=ring: a compiled graph has no messages from rank to rank",
-    ),
-    "no context rank": (
-        ["strategy=fsdp", "strategy.attention=ring"],
-        "strategy.attention=ring says how context ranks get keys and values, and here is one; strategy.context=2",
     ),
     "ddp": ([*BOOK, "strategy=ddp", "strategy.context=2"], "It is a key of strategy=cp or ddp_cp or"),
     "processes": (

@@ -54,13 +54,6 @@ def compute_capability(kind: str) -> tuple[int, int]:
     return torch.get_device_module(kind).get_device_capability()
 
 
-def unreachable_device(kind: str) -> int | None:
-    """The first device of this machine whose memory device 0 cannot read by itself; None: it reads all of them."""
-    module = torch.get_device_module(kind)
-    reads = (module.can_device_access_peer(0, index) for index in range(1, module.device_count()))
-    return next((index for index, can_read in enumerate(reads, 1) if not can_read), None)
-
-
 @cache
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The type in which a device adds up: float64, or float32 where it has no other (Apple's GPUs, some of Intel's).

@@ -23,7 +23,7 @@ class Plan:
     divisible: dict[str, int] = field(default_factory=dict)
     shard: tuple[str, ...] = ()  # units: subtrees that are gathered together; empty: by size
     cuts: tuple[str, ...] = ()  # first module of each pipeline stage after the first; empty: equal stages
-    # module name → how it works on a stretch of each sequence: trainer.GatheredKeys, RingAttention, ShiftedPlaces
+    # module name → how it works on a stretch of each sequence: trainer.GatheredKeys, ShiftedPlaces
     context: dict[str, ParallelStyle] = field(default_factory=dict)
     # modules that `strategy.expert` spreads: the first dimension of their parameters are experts, and their method
     # compute(rows, chosen) gets rows in the order of their experts, and the experts' numbers in any order

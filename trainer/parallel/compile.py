@@ -146,13 +146,6 @@ def without_compile() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def set_async_tensor_parallel(is_on: bool) -> None:
-    """Say to torch's compiler whether graphs that are compiled from now on do it."""
-    from torch._inductor import config  # here, because the import takes seconds
-
-    config._micro_pipeline_tp = is_on
-
-
 def _refuse_unseen_draws(graph: torch.fx.GraphModule) -> None:
     """RuntimeError for a graph with random numbers that cannot be those of samples."""
     for node in graph.graph.nodes:

@@ -246,13 +246,13 @@ TOKENS = 1  # the dimension of a batch's tensors along which sequences are cut: 
 WITHOUT_CONTEXT = "strategy=ddp and strategy=fsdp need no such plan"
 
 
-def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str, in_ring: bool) -> None:
-    """Let the modules that the plan names work on parts of sequences, in place; in a ring those that can."""
+def apply_context_parallel(network: nn.Module, plan: Plan, ranks: Ranks, device_type: str) -> None:
+    """Let the modules that the plan names work on parts of sequences, in place."""
     if isinstance(ranks, Group):
         mesh = DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("context",))
         styles = {key: copy(style) for key, style in plan.context.items()}
         for style in styles.values():
-            vars(style).update(pieces=max_pieces(plan), in_ring=in_ring)
+            vars(style)["pieces"] = max_pieces(plan)
         parallelize_module(network, mesh, styles)
 
 

@@ -10,7 +10,6 @@ from trainer.parallel.pipeline.schedule import ScheduleName
 from trainer.strategies.base import Strategy
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.multi_process import ContextAttention
 from trainer.strategies.pp import PP
 from trainer.strategies.rank_context import ActivationCheckpointing
 
@@ -21,12 +20,10 @@ def mesh(
     replicate: int = 1,
     shard: int = 1,
     context: int = 1,
-    attention: ContextAttention = "auto",
     tensor: int = 1,
     expert: int = 1,
     schedule: ScheduleName = "1F1B",
     param_dtype: Literal["bf16"] | None = None,
-    async_tp: bool = False,
     sync_bn: bool = False,
     activation_checkpointing: ActivationCheckpointing = "none",
     activation_offload: bool = False,
@@ -45,18 +42,13 @@ def mesh(
             f"strategy.pipe={pipe} and strategy.expert={expert}: the stages of a pipeline keep all experts of their"
             " blocks; strategy.pipe=1, or strategy.expert=1"
         )
-    make = (
-        partial(FSDP, context=context, attention=attention, expert=expert)
-        if pipe == 1
-        else partial(PP, pipe=pipe, schedule=schedule)
-    )
+    make = partial(FSDP, context=context, expert=expert) if pipe == 1 else partial(PP, pipe=pipe, schedule=schedule)
     return make(
         machine=machine,
         replicate=replicate,
         shard=shard,
         tensor=tensor,
         param_dtype=param_dtype,
-        async_tp=async_tp,
         sync_bn=sync_bn,
         activation_checkpointing=activation_checkpointing,
         activation_offload=activation_offload,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -15,12 +15,7 @@ from typing_extensions import override
 from trainer.learning.optimizer import find_sparse_embeddings
 from trainer.learning.task import Task, is_recurrent
 from trainer.messages import Refusal
-from trainer.parallel.async_tensor_parallel import (
-    refuse_async_tensor_parallel,
-    share_memory,
-)
 from trainer.parallel.batch_norm import refuse_custom_batch_norms
-from trainer.parallel.compile import set_async_tensor_parallel
 from trainer.parallel.context_parallel import refuse_context, refuse_sequences
 from trainer.parallel.device_mesh import (
     DEGREES,
@@ -36,7 +31,6 @@ from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.process_group import join_group, leave_group, refuse_backend
 from trainer.parallel.ranks import Group, Ranks
-from trainer.parallel.ring_attention import refuse_ring
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
@@ -117,9 +111,6 @@ class Joined(Strategy):
         return list(dict.fromkeys(ranks.group for ranks in vars(self).values() if isinstance(ranks, Group)))
 
 
-ContextAttention = Literal["auto", "gather", "ring"]
-
-
 @dataclass
 class Meshed(Joined):
     """A strategy whose ranks hold shards and form a mesh, with an axis for each kind of parallelism.
@@ -129,9 +120,7 @@ class Meshed(Joined):
 
     divides_parameters: ClassVar[bool] = True
     axis: ClassVar[str]  # the axis that the mesh has even if its size is 1
-    attention: ContextAttention = "auto"  # how context ranks get the keys and values that their queries see
     bucket_mb: int = 25  # MiB of gradients in one all-reduce, of parameters that are not spread over data ranks
-    async_tp: bool = False  # what tensor ranks send travels in pieces, beside compiled matrix products
     mesh: DeviceMesh = field(init=False, repr=False)  # axes by what ranks hold
     context_group: Ranks = field(init=False, repr=False)  # ranks that have other parts of the same sequences
     experts: ExpertRanks = field(init=False, repr=False)  # the ranks by the experts that they hold
@@ -175,11 +164,6 @@ class Meshed(Joined):
             refuse_plan(network, task.plan(network), degrees["tensor"])
             if self.machine.float8:
                 refuse_no_float8_layers(self.machine.float8, network, task.plan(network), degrees["tensor"])
-        if self.async_tp and self.machine.backend != "fake":  # a plan's trial, which compiles nothing
-            here = self.machine.launch.local_world_size
-            refuse_async_tensor_parallel(
-                degrees.get("tensor", 1), here, self.machine.kind, is_compiled=bool(self.machine.compile)
-            )
         if degrees.get("context", 1) > 1:
             refuse_context(network, task.plan(network))
             if self.machine.compile is not None and self.dropout == "sample":
@@ -188,19 +172,11 @@ class Meshed(Joined):
                     " which tokens of a sample it has, so dropout cannot be each sample's own; set loop.dropout=native"
                     " (or no dropout, and that word)"
                 )
-            if self.attention == "ring":
-                machine = self.machine
-                refuse_ring(task.plan(network), machine.kind, machine.parameter_dtype, machine.compile is not None)
             if is_recurrent(task):
                 raise Refusal(
                     f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"
                     " ranks have stretches of a sequence; strategy=ddp and strategy=fsdp carry a state"
                 )
-        elif self.attention != "auto" and world_size > 1:
-            raise Refusal(
-                f"strategy.attention={self.attention} says how context ranks get keys and values, and here is one;"
-                " strategy.context=2, or strategy.attention=auto"
-            )
 
     @override
     def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
@@ -237,10 +213,6 @@ class Meshed(Joined):
         degrees[innermost] *= context
         # a group for each axis, and one of the ranks whose losses are added up (replicate × shard, with context)
         self.mesh = make_mesh(self.device.type, degrees, always=self.axis)
-        if self.async_tp:
-            set_async_tensor_parallel(True)
-            if self.device.type == "cuda":
-                share_memory(self.mesh.get_group("tensor"))
         self._learning, self.context_group = ranks_along(self.mesh, "replicate", "shard"), Ranks()
         self.data_group = self._learning
         expert, tensor = vars(self).get("expert", 1), degrees.get("tensor", 1)
@@ -248,12 +220,6 @@ class Meshed(Joined):
         if context > 1:
             reading = make_sequence_mesh(self.device.type, self.world.size, context, tensor)
             self.context_group, self.data_group = (ranks_along(reading, axis) for axis in ("context", "samples"))
-
-    @override
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self.async_tp:
-            set_async_tensor_parallel(False)  # another run of this process may not want it
-        super().__exit__(kind, error, trace)
 
     @property
     @override

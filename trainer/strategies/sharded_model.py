@@ -184,9 +184,7 @@ class ContextParallelModel(ShardedModel):
     @override
     def _split(self, network: nn.Module, plan: Plan) -> None:
         super()._split(network, plan)
-        strategy = self.strategy
-        in_ring = strategy.attention != "gather"
-        apply_context_parallel(network, plan, strategy.context_group, strategy.device.type, in_ring)
+        apply_context_parallel(network, plan, self.strategy.context_group, self.strategy.device.type)
 
     @override
     def stretches(self, tokens: int) -> tuple[Ranks, Pieces]:
