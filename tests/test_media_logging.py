@@ -17,7 +17,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
 
 from recipes.vision.augment import Augment
 from recipes.vision.classification import Classification
@@ -31,7 +30,7 @@ from trainer.data.data import Data
 from trainer.data.loader import Batch
 from trainer.jobs.run_messages import curves_command
 from trainer.learning.intervals import Trigger
-from trainer.loop.media_logging import MAX_WORST, MediaLogger, NoTextSample
+from trainer.loop.media_logging import MediaLogger, NoTextSample
 from trainer.messages import Refusal
 from trainer.parallel.ranks import COMPLETED, Ranks, Waitable
 from trainer.parallel.tensor_statistics import BINS, compute_histograms
@@ -112,7 +111,7 @@ def test_what_a_user_finds_after_a_run(tmp_path: Path) -> None:
     assert accuracy.value == pytest.approx(lines(folder, "eval")[-1]["accuracy"])
     memory = [one.value for one in train.Scalars("memory/host_gib")]
     assert all(0.05 < value < 8 for value in memory)
-    assert set(train.Tags()["images"]) == {"pictures/inputs", "pictures/worst", "pictures/confusion"}
+    assert set(train.Tags()["images"]) == {"pictures/inputs", "pictures/confusion"}
     assert {tag.split("/")[0] for tag in train.Tags()["histograms"]} == {"weights", "gradients"}
     assert "configuration/text_summary" in train.Tags()["tensors"]
 
@@ -145,11 +144,9 @@ def test_runs_are_compared_by_what_they_were_asked_for(alone: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_worst_answers_are_the_worst_of_the_whole_set(alone: Path) -> None:
+def test_the_confusion_matrix_is_that_of_the_whole_set(alone: Path) -> None:
     found = pictures(alone)
-    assert {tag for tag, _ in found} >= {
-        f"pictures/{view}{what}" for view in ("", "ema_") for what in ("worst", "confusion")
-    }
+    assert {tag for tag, _ in found} >= {"pictures/confusion", "pictures/ema_confusion"}
     files = (alone / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors")
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     data = Digits(Augment(mean=(0.305,), std=(0.376,), full_scale=16.0))
@@ -158,12 +155,7 @@ def test_the_worst_answers_are_the_worst_of_the_whole_set(alone: Path) -> None:
         network = VisionTransformer(num_classes=10, channels=1, image_size=8, width=24, heads=4, depth=1).double()
         network.load_state_dict({name: weights.get(prefix + name, weights[name]) for name in network.state_dict()})
         with torch.no_grad():
-            output = network(((inputs.float() - 0.305) / 0.376).double())
-        said, error = output.argmax(1), cross_entropy(output, true, reduction="none")
-        worst = error.argsort(descending=True)[:MAX_WORST].tolist()
-        words = [f"said {said[at]}\ntrue {true[at]}" for at in worst]
-        shown = found[f"pictures/{view}worst", STEPS]
-        assert abs(shown.astype(int) - plot_image_grid(inputs[worst], words)).max() <= 1
+            said = network(((inputs.float() - 0.305) / 0.376).double()).argmax(1)
         counts = torch.zeros(10, 10).index_put_((true, said), torch.ones(360), accumulate=True)
         assert (found[f"pictures/{view}confusion", STEPS] == plot_confusion_matrix(counts, [])).all()
 
@@ -194,7 +186,7 @@ def test_ranks_show_what_one_process_shows(alone: Path, processes: Processes, sp
     size, words = SPREAD[spread]
     assert processes.run(size, product, tmp_path, [*WORDS, "run.dir=spread", *words]) == [0] * size
     one, several = pictures(alone), pictures(tmp_path / "spread")
-    wanted = {("pictures/" + view + what, STEPS) for view in ("", "ema_") for what in ("worst", "confusion")}
+    wanted = {(f"pictures/{view}confusion", STEPS) for view in ("", "ema_")}
     assert wanted <= one.keys() & several.keys()
     for key in wanted:
         assert numpy.array_equal(one[key], several[key]), key
@@ -244,7 +236,7 @@ def test_what_two_ranks_hold_counts_once_and_what_is_no_number_not_at_all() -> N
 
 def test_where_nobody_looks_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for verb in ("record_worst", "record_totals", "log_evaluation", "log_inputs", "log_parameters"):
+    for verb in ("record_totals", "log_evaluation", "log_inputs", "log_parameters"):
         monkeypatch.setattr(MediaLogger, verb, None)
     assert here(*SMALL, "log=[console]", "loop.steps=2", "run.dir=quiet") == 0
 
@@ -280,7 +272,7 @@ class Seen(Sink):
 def test_only_pictures_are_shown_as_pictures(inputs: Any, targets: Any, words: Any) -> None:
     data, seen = Data(), Seen()
     data.class_names = ("cat", "dog")
-    show = MediaLogger(data, None, Ranks(), Log([seen]), Trigger([]), NoTextSample())
+    show = MediaLogger(data, Ranks(), Log([seen]), Trigger([]), NoTextSample())
     show.log_inputs(Batch(inputs, targets, torch.arange(3), range(3), 3))
     if words is None:
         assert seen.shown == []
@@ -298,13 +290,9 @@ def test_mixed_pictures_have_the_words_and_the_colours_of_both() -> None:
     assert data.as_pictures(torch.tensor([[[[-0.5, 1.5]]]])).flatten().tolist() == [0.0, 1.0]
 
 
-def test_a_task_derived_from_classification_may_have_other_outputs_and_sums() -> None:
+def test_a_task_derived_from_classification_may_have_other_sums() -> None:
     task: Any = Classification()
-    assert task.mistakes({"scores": torch.zeros(3, 2)}, torch.zeros(3).long()) == {}
-    assert task.mistakes(torch.zeros(3, 2), {"label": torch.zeros(3)}) == {}
     assert task.confusion({"hits": torch.zeros(())}) is None
-    found = task.mistakes(torch.tensor([[9.0, 0.0], [0.0, 9.0]]), torch.tensor([[0.6, 0.4], [1.0, 0.0]]))  # shares
-    assert (found["said"].tolist(), found["true"].tolist(), found["error"].argmax()) == ([0, 1], [0, 0], 1)
 
 
 def test_what_a_lab_makes_of_pictures_may_be_none() -> None:
@@ -355,12 +343,12 @@ def test_drawing_holds_up_nobody_and_the_last_pictures_are_always_there(
     sink = tensorboard.TensorBoard()
     sink.open(tmp_path, 0, None, None)
     for step in range(1, 30):
-        sink.images("worst", torch.zeros(1), step)
+        sink.images("inputs", torch.zeros(1), step)
         sink.confusion("confusion", torch.zeros(1), step)
         now[0] += 5
     sink.close()
     steps = {tag: sorted(step for other, step in pictures(tmp_path) if other == tag) for tag, _ in pictures(tmp_path)}
-    assert steps == {"pictures/worst": [1, 9, 17, 25, 29], "pictures/confusion": [1, 9, 17, 25, 29]}
+    assert steps == {"pictures/inputs": [1, 9, 17, 25, 29], "pictures/confusion": [1, 9, 17, 25, 29]}
 
 
 # -------------------------------------------------------------------------------------------------------- the drawing

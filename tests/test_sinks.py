@@ -284,7 +284,7 @@ def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
         assert history(told) == wanted(folder, first, last)
         assert (state(told), told["exit"][0].exit_code) == ("completed", 0)
     pictures = {path.name.split("_")[0] for path in starts[0].glob("files/media/images/pictures/*.png")}
-    assert pictures == {"inputs", "worst", "confusion"}
+    assert pictures == {"inputs", "confusion"}
     assert [step for step, row in rows(one).items() if any(name.startswith("weights/") for name in row)] == [2, 4]
     kept = b"".join(path.read_bytes() for path in (folder / "wandb").rglob("*") if path.is_file())
     assert b"oc.env:TRAINER_TEST_SECRET" in kept

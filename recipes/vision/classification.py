@@ -91,14 +91,6 @@ class Classification(Task):
 
         super().save_pretrained(network, folder) if hasattr(network, "save_pretrained") else save(network, folder)
 
-    def mistakes(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Each sample's cross entropy, the class said and the true one."""
-        if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.dim() != 2:
-            return {}  # a lab's own task, derived from this one, whose loss and metrics know more
-        error = functional.cross_entropy(output, target, reduction="none")
-        true = target.argmax(1) if target.dim() > 1 else target
-        return {"error": error, "said": output.argmax(1), "true": true}
-
     def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
         """The confusion matrix that `metrics` has summed up, unless a derived task sums up others."""
         return totals.get("confusion")

@@ -173,13 +173,13 @@ class EvalLoader:
         rank, ranks = self._sampler.rank, self._sampler.ranks
         least = max(1, min(2, min(self.size, self.micro_batch) // ranks))  # samples that every rank has of a batch
         samples = range(self.size)
-        return self.read_samples(torch.tensor(samples[rank::ranks][:least] or samples[-1:]))
+        return self._read_samples(torch.tensor(samples[rank::ranks][:least] or samples[-1:]))
 
     def smallest_batch(self, count: int = 1) -> Batch:
         """A micro-batch of so many samples of each rank; a rank without a sample takes the last of the set."""
         rank, ranks = self._sampler.rank, self._sampler.ranks
         indices = (rank + ranks * torch.arange(count)).clamp(max=self.size - 1)  # (count,)
-        inputs, targets = self.read_samples(indices)
+        inputs, targets = self._read_samples(indices)
         span = range(min(ranks * count, self.size))
         return Batch(inputs, targets, indices, span, len(span))
 
@@ -189,8 +189,8 @@ class EvalLoader:
         spans = [span for total in (min(self.size, self._global_batch), last) for span, _ in self._micro_spans(total)]
         return max(1, min(map(len, spans)) // self._sampler.ranks)
 
-    def read_samples(self, indices: Tensor) -> tuple[Any, Any]:
-        """These samples, (n,) indices, as (inputs, targets) on the device. Not collective: for one rank alone."""
+    def _read_samples(self, indices: Tensor) -> tuple[Any, Any]:
+        """These samples, (n,) indices, as (inputs, targets) on the device."""
         ((_, inputs, targets),) = self._reader.read(0, [indices], training=False)
         return inputs, targets
 

@@ -118,7 +118,7 @@ def make_trainer(
         stop_after=settings.run.stop_after,
         progress=progress,
         profile=make_profile(run),
-        media=make_media_logger(run, evaluation, log),
+        media=make_media_logger(run, log),
         on_nonfinite=NONFINITE_POLICIES[loop.on_nonfinite](),
         spikes=SPIKE_POLICIES[loop.on_spike](),
     )
@@ -181,13 +181,11 @@ def make_profile(run: PreparedRun) -> NoProfiler:
     return StepProfiler(*window, run.folder.path / "profile" / f"rank-{strategy.world.rank}.json", strategy.device)
 
 
-def make_media_logger(run: PreparedRun, evaluation: EvalLoader | None, log: Log) -> NoMediaLogger:
+def make_media_logger(run: PreparedRun, log: Log) -> NoMediaLogger:
     """What prepares images and histograms, where a sink shows any; all ranks know the sinks."""
     # gathering them is collective: all ranks must decide the same
     if not any(implements(sink, "images", "confusion", "histograms") for sink in run.sinks):
         return NoMediaLogger()
     # the continued text of a language model, after each evaluation
     sample = NoTextSample() if run.sample is None else TextSample(run.sample, run.data, log)
-    return MediaLogger(
-        run.data, evaluation, run.strategy.world, log, Trigger(run.settings.loop.histograms_every), sample
-    )
+    return MediaLogger(run.data, run.strategy.world, log, Trigger(run.settings.loop.histograms_every), sample)

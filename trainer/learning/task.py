@@ -125,14 +125,6 @@ class Task:
             )
         save(folder)
 
-    def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """The error of each prediction of a micro-batch, for the images of the worst predictions of an evaluation.
-
-        `error`: larger is worse; `said` and `true`: one number for each sample, such as its class; (B,) each. Default:
-        nothing.
-        """
-        return {}
-
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """The confusion matrix, from the totals: (classes, classes), row = true class, column = predicted class.
 
@@ -171,12 +163,6 @@ class TaskWrapper(Task):
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         return self.inner.metrics(output, target)
-
-    def mistakes(self, output: Any, target: Any) -> dict[str, Tensor]:
-        return self.inner.mistakes(output, target)
-
-    def confusion(self, totals: dict[str, Any]) -> Tensor | None:
-        return self.inner.confusion(totals)
 
 
 def unwrap_task(task: Task) -> Task:

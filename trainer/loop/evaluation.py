@@ -6,7 +6,7 @@ Around the task are, while it runs: `GatheringTask`, if the task has `gathered`;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.data.loader import EvalLoader
+from trainer.data.loader import Batch, EvalLoader
 from trainer.data.nested_tensors import map_tensors
 from trainer.learning.task import Task, TaskWrapper, gathers_samples, is_list_of_samples, unwrap_task
-from trainer.loop.media_logging import Batches, NoMediaLogger, SampleTask
+from trainer.loop.media_logging import NoMediaLogger
 from trainer.messages import Refusal, did_you_mean, first_line, format_count
 from trainer.parallel.batch_norm import norms_without_statistics
 from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
+Batches = Iterable[tuple[Batch, int]]  # the micro-batches of an evaluation, and how many samples of each count
 Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
 Piece = tuple[Tensor, Mapping[str, Rows]]  # of a micro-batch: the indices of its samples, and what is kept of them
 Shape = tuple[int, ...]
@@ -42,13 +43,23 @@ class NoGatheredSamples:
         return {}
 
 
-class GatheringTask(SampleTask):
-    """A task that also keeps what `Task.gathered` returns, in the host's memory."""
+class GatheringTask(TaskWrapper):
+    """A task that also keeps what `Task.gathered` returns, in the host's memory.
+
+    It knows which samples the next output is about: only ranks that have outputs call `metrics`, so this works under
+    every strategy.
+    """
 
     def __init__(self, inner: Task) -> None:
         super().__init__(inner)
         self._task = unwrap_task(inner)
         self._pieces: list[Piece] = []
+
+    def observe(self, batches: Batches) -> Iterator[tuple[Batch, int]]:
+        """The micro-batches of an evaluation, unchanged."""
+        for batch, valid in batches:
+            self._indices, self._valid = batch.indices, valid
+            yield batch, valid
 
     def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
         if self._valid:  # a rank without a sample of its own computes one that does not count
@@ -219,7 +230,6 @@ def trial_evaluation(
     task: Task,
     loader: EvalLoader,
     wanted: Mapping[str, str],
-    media: NoMediaLogger = NO_MEDIA,
 ) -> None:
     """Collective: evaluate one batch, so that mistakes show now and not after an epoch.
 
@@ -227,7 +237,7 @@ def trial_evaluation(
     its metrics are no sums.
     """
     refuse_varying_metric_shapes(model, loader, strategy.world)
-    metrics = evaluate_batches(strategy, model, task, loader, range(1), media)
+    metrics = evaluate_batches(strategy, model, task, loader, range(1))
     if taken := sorted({"kind", "time", "step", "epoch", "samples"}.intersection(metrics)):
         raise Refusal(f"Task.metrics: {taken[0]} is the name of something else in metrics.jsonl; give it another one")
     for key, name in wanted.items():
@@ -243,13 +253,12 @@ def evaluate_batches(
     task: Task,
     loader: EvalLoader,
     numbers: Sequence[int],
-    media: NoMediaLogger = NO_MEDIA,
 ) -> dict[str, float]:
     """Collective: metrics over the batches with these numbers, of the weights and of their average."""
     metrics: dict[str, float] = {}
     for prefix, weights in model.average.views():
-        with weights, media.record_worst(model, prefix) as observe:
-            totals = _compute_totals(strategy, model, observe(loader.batches(numbers)))
+        with weights:
+            totals = _compute_totals(strategy, model, loader.batches(numbers))
         assert totals is not None, "nobody was asked to stop"
         metrics |= _finish_metrics(task, totals, prefix)
     return metrics
@@ -269,15 +278,15 @@ def evaluate(
     """
     metrics: dict[str, float] = {}
     for prefix, weights in model.average.views():
-        with weights, media.record_worst(model, prefix) as observe:
-            totals = _compute_totals(strategy, model, observe(loader.batches()), should_stop)
+        with weights:
+            totals = _compute_totals(strategy, model, loader.batches(), should_stop)
         if totals is None:
             return None
         sums, rows = totals
         if int(sums["samples"]) != loader.size:
             raise RuntimeError(f"evaluated {int(sums['samples'])} samples of a set of {loader.size}")
         metrics |= _finish_metrics(task, totals, prefix)
-        media.record_totals(prefix, sums | rows)
+        media.record_totals(prefix, task, sums | rows)
     # what follows from metrics (the best, an early end, a rate) must be the same on all ranks: a task may use random
     # numbers, and tensor ranks and stages add up in different orders
     return strategy.world.broadcast_value(metrics)  # all ranks, once an evaluation; the main rank's count

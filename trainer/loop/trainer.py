@@ -98,7 +98,7 @@ class Trainer:
         # one batch now, so that a mistake in the evaluation shows before hours of training
         if self.eval_loader is not None:
             wanted = {"checkpoint.best": self.checkpoints.best, **self.schedule.watched_metrics}
-            trial_evaluation(self.strategy, self.model, self.task, self.eval_loader, wanted, self.media)
+            trial_evaluation(self.strategy, self.model, self.task, self.eval_loader, wanted)
         self._reset_step_state()
         self.evaluate_owed()
         if self.stop_after is not None:  # only now: an owed evaluation that takes longer would never be done
