@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from trainer.launch.launcher_environment import read_init_method
 from trainer.launch.typed_values import Validator, convert, is_valid, require
@@ -126,14 +125,6 @@ def parse_init_method(value: Any) -> str:
     return str(value)
 
 
-def parse_stop_notice(value: Any) -> str:
-    """A file, or a URL http:// or https://."""
-    where = not_empty(value)
-    address = urlsplit(where)
-    known = address.scheme in ("http", "https") and bool(address.hostname)
-    return require(where, known or "://" not in where, "a file, or a URL: http://host/… or https://host/…")
-
-
 def parse_packages(value: Any) -> tuple[str, ...]:
     """A list of names of Python packages."""
     # the first part of a dotted name: whole packages are trusted, not modules of them
@@ -153,7 +144,6 @@ Intervals = Annotated[tuple[Interval, ...], Validator(parse_intervals)]
 StepIntervals = Annotated[tuple[Interval, ...], Validator(parse_step_intervals)]
 ProfileWindow = Annotated[tuple[int, int] | None, Validator(parse_window)]  # first and last step
 Rules = Annotated[tuple[Rule, ...], Validator(parse_rules)]
-StopNotice = Annotated[str, Validator(parse_stop_notice)]
 InitMethod = Annotated[str, Validator(parse_init_method)]
 Packages = Annotated[tuple[str, ...], Validator(parse_packages)]
 

@@ -26,7 +26,6 @@ from trainer.configuration.key_types import (
     Rules,
     Seconds,
     StepIntervals,
-    StopNotice,
 )
 from trainer.launch.typed_values import convert
 from trainer.messages import Refusal, join_problems
@@ -49,7 +48,6 @@ class Run:
     resume: NonEmpty
     accept_changes: bool
     stop_after: Seconds | None
-    stop_when: StopNotice | None
 
 
 @dataclass(frozen=True)

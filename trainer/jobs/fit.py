@@ -33,7 +33,6 @@ from trainer.launch import failure, rank_output
 from trainer.launch.devices import accelerator_names
 from trainer.launch.hang_detection import make_watchdog
 from trainer.launch.run_status import process_age
-from trainer.launch.stop_notice import watch_stop_notice
 from trainer.launch.stop_signals import StopRequest, stopped_elsewhere_only
 from trainer.launch.store_collectives import broadcast_from_main
 from trainer.loop.progress import Progress
@@ -77,7 +76,6 @@ class Fit(Job):
         with (
             make_mirror(run) as mirror,  # around all else: no rank waits while the last checkpoint is copied
             StopRequest(launch, folder) as stop,
-            watch_stop_notice(run.settings.run.stop_when, stop, launch),
             failures_reported(run, progress, log),
             make_watchdog(launch, folder, stop, lambda: run.strategy.pulse(progress.step)),
             run.strategy,
