@@ -29,7 +29,6 @@ SAME_EXACTLY = 1e-9  # the same in fp64
 
 # what each is, and the words that are needed beside experiment=NAME
 CASES = {
-    "lstm": "LSTM with carried state",
     "vae": "variational autoencoder",
     "dcgan": "DCGAN",
     "retinanet": "detection: RetinaNet of torchvision",

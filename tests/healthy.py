@@ -43,7 +43,7 @@ PLANNED = [*EVERYWHERE, "tp", "pp"]
 TORCHVISION = "resnet18 mobilenet_v3_small shufflenet_v2_x0_5 squeezenet1_1 efficientnet_b0 mnasnet0_5"
 TIMM = "byobnet coatnet convnext convnext3 efficientnet efficientnet_gn efficientnet_evos mambaout maxvit nfnet resnet"
 TIMM += " vit vit2 vit_relpos"
-FOREIGN = "lstm vae dcgan ddpm clip bert t5 swin tabular graph lightning_module experts"
+FOREIGN = "vae dcgan ddpm clip bert t5 swin tabular graph lightning_module experts"
 OF_LABS = "segmentation masked distillation contrast gan recurrent graphs"
 KINDS = ["versioned", "masked", "in_place", "low_rank", "places", "narrow", *RIGHT]
 

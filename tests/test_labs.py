@@ -86,6 +86,59 @@ def test_a_lab_has_one_curve(processes: Processes, tmp_path: Path, lab: str, fig
     assert figures < set(lines(tmp_path / "fsdp", "eval")[-1])
 
 
+# eight streams of seven windows: an epoch has seven steps, and the evaluation three batches
+STREAMS = ["data.numbers=300", "loop.global_batch=8", "loop.eval_batch=2", "loop.max_norm=null", "loop.log_every=1"]
+STREAMS += ["schedule=constant", "optimizer=adam", "optimizer.lr=3e-3", "loop.epochs=null", "loop.eval_every=7"]
+
+
+def losses_of_a_loop_over_streams(steps: int) -> tuple[list[float], list[float]]:
+    """Truncated backpropagation as people write it: the memory is detached, and zeros where an epoch begins."""
+    lab = import_module("tests.labs.recurrent.lab")
+    data = lab.Counted(300, 16, 8, 2)
+    seed_all(0)
+    reader = lab.Reader(32, 2, 8, 2).double()
+    optimizer = torch.optim.Adam(reader.parameters(), lr=3e-3)
+    losses, evaluations = [], []
+
+    def loss_of(windows: Any, at: slice, memory: Any) -> tuple[torch.Tensor, Any]:
+        text, following = windows.text[at], windows.following[at]
+        zeros = torch.zeros(len(text), 2, 2, 32, dtype=torch.float64)
+        scores, memory = reader(text, zeros if memory is None else memory)
+        return cross_entropy(scores.flatten(0, 1), following.flatten()), memory.detach()
+
+    memory: Any = None
+    for step in range(steps):
+        at = slice(step % 7 * 8, step % 7 * 8 + 8)
+        loss, memory = loss_of(data.windows, at, memory if step % 7 else None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step % 7 == 6 or step + 1 == steps:
+            own, found = None, []
+            for batch in range(3):
+                loss, own = loss_of(data.rest, slice(batch * 2, batch * 2 + 2), own)
+                found.append(loss.item())
+            evaluations.append(sum(found) / 3)
+    return losses, evaluations
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(1, ["single"]), pytest.param(2, ["ddp", "loop.micro_batches=2"], marks=pytest.mark.long)],
+)
+def test_a_memory_passes_from_batch_to_batch_as_in_a_loop_that_detaches_it(
+    processes: Processes, tmp_path: Path, size: int, words: list[str]
+) -> None:
+    for steps in (5, 12):  # the second one goes on in the middle of an epoch
+        how = [*STREAMS, f"loop.steps={steps}", "precision=fp64", f"strategy={words[0]}", *words[1:]]
+        assert processes.run(size, train, "recurrent", tmp_path / "run", *how) == [0] * size
+    losses, evaluations = losses_of_a_loop_over_streams(12)
+    assert far(curve(tmp_path / "run"), losses) < 1e-9
+    found = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "eval")}
+    assert far([found[7], found[12]], evaluations) < 1e-9
+
+
 def test_dropout_on_the_nodes_of_graphs_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(torch.Tensor, "relu", lambda x: dropout(relu(x), 0.5)):
         assert train(Launch(), "graphs", tmp_path, "strategy=single", *BRIEF, "log=[console]") == 0

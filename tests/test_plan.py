@@ -228,8 +228,9 @@ def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_weights_that_a_module_keeps_weak_references_to_are_planned(tmp_path: Path) -> None:
-    words = [*FOREIGN, "experiment=lstm", "job=plan", "job.processes=[2]", "device=cpu", "run.dir=run"]
-    copytree(CHECKOUT / "tests/foreign", tmp_path / "foreign")
+    words = ["--config-dir", "recurrent/conf", "experiment=recurrent", "job=plan", "job.processes=[2]", "device=cpu"]
+    words += ["run.dir=run"]
+    copytree(CHECKOUT / "tests/labs/recurrent", tmp_path / "recurrent")
     finish(single(*words, "job.strategies=[ddp,fsdp]"), tmp_path)
     rows = json.loads((tmp_path / "run/plan/plan.json").read_text())["rows"]
     assert {row["strategy"] for row in rows} == {"ddp", "fsdp"}

@@ -43,7 +43,6 @@ RIGHT = {
     "in_dict": ([*LISTS, "data=in_dict"], ["ddp", "loop.micro_batches=2"]),
     "packed": (["+model.kind=packed"], ["fsdp"]),
     "empty": (["+model.kind=empty"], ["fsdp"]),
-    "carrying": (["task=carrying", "data=in_order"], ["ddp", "loop.micro_batches=2"]),
     "spare": (["+model.kind=spare"], ["zero1"]),
     "spare, in shards": (["+model.kind=spare"], ["fsdp"]),
     "spare, looked for": (["+model.kind=spare"], ["ddp", "strategy.find_unused_parameters=true"]),

@@ -49,13 +49,6 @@ class ByShard(torch.optim.SGD):
                 held.sub_(gradient / (gradient.norm() + 1e-6), alpha=group["lr"])
 
 
-class InOrder(Numbers):
-    """The samples in their order. This is right everywhere."""
-
-    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
-        return torch.arange(SAMPLES)
-
-
 class GlobalOrder(Numbers):
     """An order that ignores its generator."""
 
@@ -68,13 +61,3 @@ class MixedByTask(Classes):
 
     def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
         return network(0.7 * inputs + 0.3 * inputs[torch.randperm(len(inputs))])
-
-
-class Carrying(Classes):
-    """What it says of a row counts in the next batch as well. This is right everywhere."""
-
-    def forward(self, network: nn.Module, inputs: Any, targets: Any, carried: Any = None) -> Any:
-        return network(inputs) + (0.1 * carried["scores"] if carried else 0)
-
-    def carry(self, output: Any) -> dict[str, Tensor]:
-        return {"scores": output}

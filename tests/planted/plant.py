@@ -50,13 +50,11 @@ _LAB = {
         "recalling": "users.Recalling",
         "same_order": "users.SameOrder",
         "odd": "users.Odd",
-        "in_order": "hearing.InOrder",
         "global_order": "hearing.GlobalOrder",
     },
     "task": {
         "classes": "users.Classes",
         "summed": "users.Summed",
-        "carrying": "hearing.Carrying",
         "mixed_by_task": "hearing.MixedByTask",
         "meaned": "users.Meaned",
         "own_meter": "users.OwnMeter",

@@ -109,15 +109,6 @@ PLANTS = {
         RESUME,
         {RESTORE: lambda original: lambda *_: None},
     ),
-    "lost_state": Plant(
-        "what a task carries from batch to batch is not read",
-        (*NET, "task=carrying", "data=in_order"),
-        ("strategy=ddp",),
-        ("at step 2, loss, loss",),
-        RESUME,
-        {"trainer.strategies.recurrent_state.RecurrentState.load": lambda original: lambda *_: None},
-        why="what it saves or reads for the resume",
-    ),
     "lost_moment": Plant(
         "one of the optimizer's moments is not read",
         NET,

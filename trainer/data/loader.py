@@ -101,7 +101,6 @@ class Batch(NamedTuple):
     indices: Tensor  # (B,) of the data set, on the CPU
     span: range  # samples of the global batch that all data ranks have of this micro-batch, dealt to them in turn
     total: int  # samples of the global batch
-    continues: bool = False  # is there a batch before it in its epoch or evaluation, whose rows it may go on from?
 
 
 class TrainLoader:
@@ -130,9 +129,9 @@ class TrainLoader:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
         order = self._order(epoch)[start:]
         steps = self._batches.read(epoch, order, self.global_batch, self._parts)
-        for done, step in enumerate(steps):
+        for step in steps:
             yield [
-                Batch(inputs, targets, indices, span, self.global_batch, start + done > 0)
+                Batch(inputs, targets, indices, span, self.global_batch)
                 for (indices, inputs, targets), span in zip(step, self._spans, strict=True)
             ]
 
@@ -204,7 +203,7 @@ class EvalLoader:
         spans = [samples[number * size : (number + 1) * size] for number in numbers]
         for samples, step in zip(spans, self._read(spans), strict=True):
             for (indices, inputs, targets), (span, rows) in zip(step, self._micro_spans(len(samples)), strict=True):
-                yield Batch(inputs, targets, indices, span, len(samples), samples.start > 0), len(rows)
+                yield Batch(inputs, targets, indices, span, len(samples)), len(rows)
 
     def _read(self, spans: list[range]) -> Iterator[Sequence[DeviceBatch]]:
         """This rank's micro-batches of each of these spans of samples."""

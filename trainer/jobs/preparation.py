@@ -30,7 +30,7 @@ from trainer.learning.freezing import freeze, refuse_frozen
 from trainer.learning.optimizer import Roles, find_roles
 from trainer.learning.optimizer_checks import refuse_coupled_steps, refuse_unusable_optimizer
 from trainer.learning.parameter_patterns import Rule, resolve_rules
-from trainer.learning.task import Task, gathers_samples, is_recurrent, refuse_metric_objects, refuse_task_parameters
+from trainer.learning.task import gathers_samples, refuse_metric_objects, refuse_task_parameters
 from trainer.messages import Refusal
 from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import all_in_state_dict, allocate_empty, is_meta_model
@@ -76,7 +76,6 @@ def prepare(run: RunParts) -> PreparedRun:
     run.schedule.check(length.steps, length.per_epoch)
     refuse_missing_evaluation(run, evaluation)
     refuse_missing_sinks(run, evaluation)
-    refuse_shuffled_carry(run.task, run.data)
     refuse_task_parameters(run.task)
     # the network last of what is made, for it may be large
     prepared = prepare_network(run, partial(small_example, run, training))
@@ -245,14 +244,4 @@ def refuse_unrepeatable_order(data: Data, order: EpochOrder) -> None:
             f"{type(data).__name__}.order(0) is another one when it is asked for again: it must follow from the epoch"
             " and the generator that it is given, as torch.randperm(n, generator=generator) does. Else a resumed run"
             " reads other samples"
-        )
-
-
-def refuse_shuffled_carry(task: Task, data: Data) -> None:
-    """Refuse a state that would pass from one sample to another that has nothing to do with it."""
-    if is_recurrent(task) and type(data).order is Data.order:
-        raise Refusal(
-            f"{type(task).__name__} carries a state from batch to batch, and the samples of {type(data).__name__} are"
-            " shuffled: row i of a batch must go on where row i of the batch before ends. An order(self, epoch,"
-            " generator) of the data says so; docs/extending.md shows one"
         )

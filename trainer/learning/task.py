@@ -43,14 +43,6 @@ class Task:
         """
         return self
 
-    def carry(self, output: Any) -> dict[str, Tensor]:
-        """The state that passes to the next batch: named tensors (B, …), one row for each sample. Default: none.
-
-        A task with this method has a forward with one more argument, `carried=None`. Row i of the global batch gets the
-        state of row i of the batch before, detached; None at the start of an epoch or an evaluation.
-        """
-        return {}
-
     def loss(self, output: Any, target: Any) -> Tensor | dict[str, Tensor]:
         """The mean loss over the units of this micro-batch, finite if there are none; a dict's parts are summed."""
         raise NotImplementedError(f"{type(self).__name__} must say what its loss is: def loss(self, output, target)")
@@ -215,11 +207,6 @@ def _walk_values(value: Any) -> Iterator[Any]:
     elif isinstance(value, (Mapping, list, tuple)):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _walk_values(each)
-
-
-def is_recurrent(task: Task) -> bool:
-    """Does the task pass a state from batch to batch?"""
-    return type(task).carry is not Task.carry
 
 
 _REMEDY = (

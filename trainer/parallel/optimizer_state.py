@@ -18,10 +18,9 @@ from trainer.parallel.whole_matrices import WholeMatrixOptimizer
 
 OPTIMIZER_PREFIX = "optimizer/"
 EMA_PREFIX = "ema/"
-CARRIED_PREFIX = "carried/"
 STRATEGY_PREFIX = "strategy/"  # of what one strategy alone keeps, and no other reads
-# names in a checkpoint that begin so are not the network's
-OTHER_PREFIXES = (OPTIMIZER_PREFIX, EMA_PREFIX, CARRIED_PREFIX, STRATEGY_PREFIX, "scaler/")
+# names in a checkpoint that begin so are not the network's; older versions wrote carried/, which nobody reads
+OTHER_PREFIXES = (OPTIMIZER_PREFIX, EMA_PREFIX, STRATEGY_PREFIX, "scaler/", "carried/")
 
 
 def is_optimizer_state(name: str) -> bool:

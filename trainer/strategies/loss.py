@@ -127,7 +127,7 @@ def refuse_extra_state(network: nn.Module) -> None:
         raise Refusal(f"no checkpoint can keep what is no tensor in the network's state: {', '.join(extra[:5])}")
 
 
-Forward = Callable[..., Any]  # (inputs, targets), and what was carried where something is → the network's output
+Forward = Callable[[Any, Any], Any]  # (inputs, targets) → the network's output
 
 
 class TaskNetwork(nn.Module):

@@ -12,7 +12,6 @@ from trainer.parallel.buckets import make_buckets, pack, unpack
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.gradient_clipping import multiply_gradients_
 from trainer.parallel.ranks import COMPLETED, Ranks, Waitable
-from trainer.strategies.recurrent_state import NoRecurrentState
 
 GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL, INIT_SCALE = 2.0, 0.5, 2000, 65536.0  # torch.amp.GradScaler's defaults
 
@@ -150,16 +149,14 @@ class StepSkipper(NoScaler):
     """A scaler around the scaler: a step has no effect if a loss or the gradient is not finite on any rank.
 
     Weights, the optimizer's state and the moving average stay as they were. So do buffers that the forward changes in
-    place (BatchNorm's running statistics), and the state that passes from batch to batch.
+    place (BatchNorm's running statistics).
     """
 
     needs_norm = True
     allowed = 10
 
-    def __init__(
-        self, scaler: NoScaler, network: nn.Module, carried: NoRecurrentState, ranks: Ranks, device: torch.device
-    ) -> None:
-        self._scaler, self._carried, self._ranks = scaler, carried, ranks
+    def __init__(self, scaler: NoScaler, network: nn.Module, ranks: Ranks, device: torch.device) -> None:
+        self._scaler, self._ranks = scaler, ranks
         # sorted by type, so that all of a type are copied as one
         buffers = sorted(map(to_local, network.buffers()), key=lambda x: (str(x.device), str(x.dtype)))
         self._buffers = make_buckets(buffers)
@@ -193,7 +190,7 @@ class StepSkipper(NoScaler):
 
     @override
     def allows_step(self, optimizer: torch.optim.Optimizer, norm: Tensor | None) -> bool:
-        """Were all losses and the gradient finite? If not, buffers and states get their old values."""
+        """Were all losses and the gradient finite? If not, buffers get their old values."""
         assert norm is not None, "the norm tells of gradients"
         self._pending.wait()
         # the norm is the same on every rank; in fp16 it may be infinite because the scale is too large
@@ -207,12 +204,11 @@ class StepSkipper(NoScaler):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """If the step is broken, give buffers and states their old values. Nothing waits for the device."""
+        """If the step is broken, give buffers their old values. Nothing waits for the device."""
         broken = self._broken > 0
         for bucket, before in zip(self._buffers, self._before, strict=True):
             chosen = torch.where(broken.to(before.device), before, pack(bucket))  # (N,): the bucket's tensors as one
             torch._foreach_copy_(bucket, unpack(chosen, bucket))
-        self._carried.undo_step(broken)
 
     @override
     def norm_to_check(self, norm: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from trainer.learning.optimizer import find_sparse_embeddings
-from trainer.learning.task import Task, is_recurrent
+from trainer.learning.task import Task
 from trainer.messages import Refusal
 from trainer.parallel.batch_norm import refuse_custom_batch_norms
 from trainer.parallel.context_parallel import refuse_context, refuse_sequences
@@ -171,11 +171,6 @@ class Meshed(Joined):
                     f"strategy={self.name} compile.mode={self.machine.compile.mode}: a compiled network does not know"
                     " which tokens of a sample it has, so dropout cannot be each sample's own; set loop.dropout=native"
                     " (or no dropout, and that word)"
-                )
-            if is_recurrent(task):
-                raise Refusal(
-                    f"strategy={self.name}: {type(task).__name__} carries a state from batch to batch, and context"
-                    " ranks have stretches of a sequence; strategy=ddp and strategy=fsdp carry a state"
                 )
 
     @override

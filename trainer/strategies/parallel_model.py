@@ -35,6 +35,7 @@ from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
     Forward,
     MemoryFormat,
+    TaskNetwork,
     accumulate_losses,
     backward,
     check_first_gradients,
@@ -50,7 +51,6 @@ from trainer.strategies.loss import (
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
 from trainer.strategies.machine import NOTHING, Machine
 from trainer.strategies.rank_context import RankContext
-from trainer.strategies.recurrent_state import make_recurrent_state
 from trainer.strategies.step_timing import NoUtilization
 
 
@@ -71,7 +71,7 @@ class ParallelModel:
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True
-        self.watch, self.average, self.carried = strategy.watch, NoMovingAverage(), make_recurrent_state(task, strategy)
+        self.watch, self.average = strategy.watch, NoMovingAverage()
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
         self.switch = NoWeightSwitch()  # until there is an optimizer
@@ -100,7 +100,7 @@ class ParallelModel:
             self.compiler.compile_units(piece, units, strategy.activation_checkpointing != "none")
             offload.apply(piece, units)  # around both: a unit that is recomputed keeps its inputs
         # parameters become what the optimizer gets (perhaps shards), and then the step is wrapped
-        self.step_module = self.carried.make_step_module(task, self.network)
+        self.step_module = TaskNetwork(task, self.network)
         self.shard(names)
         self.forward = self.wrap()
 
@@ -194,7 +194,7 @@ class ParallelModel:
 
     def share_of_loss(self, forward: Forward, batch: Any, share: Callable[[], Any], sums: dict[str, Tensor]) -> Tensor:
         """The forward of a micro-batch; adds its losses to `sums`, and returns what `backward` is called on."""
-        losses = self.losses(self.carried.wrap_forward(forward, batch, training=True), batch.inputs, batch.targets)
+        losses = self.losses(forward, batch.inputs, batch.targets)
         fraction = share()  # after the forward: meanwhile the weights of all ranks have arrived
         accumulate_losses(sums, losses, fraction)
         # DDP and FSDP divide the sum of gradients by the number of data ranks: the factor undoes it
@@ -249,7 +249,7 @@ class ParallelModel:
 
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         """The sums over a batch, after `cast`, whether it counts or not: ranks may need each other to compute."""
-        output = self.gather_output(self.carried.wrap_forward(self.forward, batch, training=False)(inputs, targets))
+        output = self.gather_output(self.forward(inputs, targets))
         return evaluation_sums(self.task, self.rng.call_outside, output, targets, batch.indices.numel())
 
     def after_step(self, step: int) -> None:
@@ -285,11 +285,11 @@ class ParallelModel:
 
     def skip_broken_steps(self) -> None:
         """From now on a step that is not finite on any rank changes nothing (loop.on_nonfinite=skip)."""
-        self.scaler = StepSkipper(self.scaler, self.network, self.carried, self.strategy.world, self.strategy.device)
+        self.scaler = StepSkipper(self.scaler, self.network, self.strategy.world, self.strategy.device)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The tensors for a checkpoint: a flat dict under the names of the network, with DTensors for shards."""
-        weights = {**self.network.state_dict(), **self.average.state(), **self.scaler.state(), **self.carried.state()}
+        weights = {**self.network.state_dict(), **self.average.state(), **self.scaler.state()}
         return weights | optimizer_tensors(self.network, optimizer)
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
@@ -303,7 +303,7 @@ class ParallelModel:
 
         Refusal where the checkpoint's names or shapes are not this network's.
         """
-        space = self.empty_weights(stored) | self.carried.empty(stored)
+        space = self.empty_weights(stored)
         space |= {name: torch.empty_like(value) for name, value in self.scaler.state().items() if name in stored}
         return space | empty_optimizer_state(self.network, optimizer, stored, self.shapes)
 
@@ -319,7 +319,6 @@ class ParallelModel:
         restore_optimizer(self.network, optimizer, state)
         self.switch.loaded()
         self.scaler.load(state)
-        self.carried.load(state)
 
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
         """Take over the network's values and their average; what is not there it has already."""

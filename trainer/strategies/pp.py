@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from trainer.data.sampler import RankSampler
-from trainer.learning.task import Task, is_recurrent
+from trainer.learning.task import Task
 from trainer.messages import Refusal
 from trainer.parallel.device_mesh import format_degrees, ranks_along
 from trainer.parallel.fully_shard import Sharding
@@ -113,11 +113,6 @@ class PP(Meshed):
         """Refuse fields that do not go together."""
         self._refuse_fields(world_size)
         self._refuse_backend()
-        if is_recurrent(task):
-            raise Refusal(
-                f"{type(task).__name__} carries a state from batch to batch, and the first stages would need what the"
-                " last one leaves; strategy=fsdp and strategy=ddp can"
-            )
         super().check(task, network, world_size)
 
     @override

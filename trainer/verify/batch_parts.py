@@ -31,7 +31,6 @@ class BatchPart(NamedTuple):
     batch: Batch
     weight: float  # units that its loss is the mean of
     rank: ImaginaryRank  # whose samples they are
-    rows: Tensor  # where in the global batch these samples are
 
 
 def read_batch_parts(
@@ -47,7 +46,7 @@ def read_batch_parts(
                 continue
             inputs, targets = _read(run, epoch, indices, rows, training)
             batch = Batch(inputs, targets, indices[rows], span, size)
-            yield BatchPart(batch, float(loss_weight(run.task, targets, len(rows))), rank, rows)
+            yield BatchPart(batch, float(loss_weight(run.task, targets, len(rows))), rank)
 
 
 def _read(run: PreparedRun, epoch: int, indices: Tensor, rows: Tensor, training: bool) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from trainer.jobs.preparation import read_data_sets, seeded_network
 from trainer.jobs.run_parts import PreparedRun
 from trainer.learning.freezing import preserve_untrained
 from trainer.learning.optimizer import init_momentum, parameter_groups, set_rates, why_not_fused
-from trainer.learning.task import Task, is_recurrent
+from trainer.learning.task import Task
 from trainer.learning.weight_switch import make_weight_switch
 from trainer.loop.progress import Progress
 from trainer.messages import Refusal
@@ -86,8 +86,6 @@ class PlainLoop:
     variation: Variation
     record: TrainingRecord
     randomness: FixedRandomness
-    # what a task carries on, of the last batch in training and in evaluation: name → (samples of the batch, …)
-    carried: dict[bool, dict[str, Tensor]] = field(default_factory=lambda: {True: {}, False: {}})
 
     def start(self) -> None:
         """Make everything as a start of the run does."""
@@ -143,7 +141,6 @@ class PlainLoop:
             # the samples of this step: (global batch,)
             indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
             step, epoch = progress.step, progress.epoch
-            self._begin_batch(training=True, continues=progress.position > 0)
             progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
             if evaluates:
@@ -185,7 +182,7 @@ class PlainLoop:
             self.observer.ranks = part.rank
             network_of_rank, task = self.of_ranks[part.rank.rank]
             with self.observer.listening([part.batch]), self._forward(part) as (inputs, targets):
-                losses = _loss_terms(task.loss(self._output(network_of_rank, task, part, inputs, targets), targets))
+                losses = _loss_terms(task.loss(task.forward(network_of_rank, inputs, targets), targets))
                 fraction = part.weight / total
                 sums = {name: sums.get(name, 0.0) + loss.detach() * fraction for name, loss in losses.items()}
                 (losses["loss"] * fraction).backward()
@@ -233,11 +230,10 @@ class PlainLoop:
         self._set_mode(False)
         size, width = dataset_size(run.evaluation), evaluation_batch_size(run.settings.loop)
         for at in numbers:
-            self._begin_batch(training=False, continues=at > 0)
             for part in self._parts(0, torch.arange(size)[at * width : (at + 1) * width], training=False):
                 network, task = self.of_ranks[part.rank.rank]
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
-                    output = self._output(network, task, part, inputs, targets)
+                    output = task.forward(network, inputs, targets)
                     loss = _loss_terms(task.loss(output, targets))["loss"]
                     counts = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
                     for name, value in {**task.metrics(output, targets), **counts}.items():
@@ -246,21 +242,6 @@ class PlainLoop:
         self._set_mode(True)
         finished = [task.finish(totals) for _, task in self.of_ranks]  # each rank asks its own task
         return {"loss": float(totals["loss"] / (totals["weight"] or 1)), **finished[0]}
-
-    def _begin_batch(self, training: bool, continues: bool) -> None:
-        """continues: is there a batch before it in its epoch or evaluation?"""
-        self._before = self.carried[training] if continues else {}
-        self._after = self.carried[training] = {}
-
-    def _output(self, network: nn.Module, task: Task, part: BatchPart, inputs: Any, targets: Any) -> Any:
-        """The output of a part; a task that carries a state on gets that of the same rows in the batch before."""
-        if not is_recurrent(task):
-            return task.forward(network, inputs, targets)
-        before = {name: x[part.rows] for name, x in self._before.items()} or None
-        output = task.forward(network, inputs, targets, before)  # type: ignore[call-arg]  # its own has one more
-        for name, x in task.carry(output).items():
-            self._after.setdefault(name, x.new_zeros(part.batch.total, *x.shape[1:]))[part.rows] = x.detach()
-        return output
 
     @contextmanager
     def _forward(self, part: BatchPart) -> Iterator[tuple[Any, Any]]:
