@@ -1,7 +1,12 @@
-"""What job=plan says of memory beside what processes take: the table of errors in docs/plan.md."""
+"""What job=plan says of memory beside what processes take: the table of errors in docs/plan.md.
+
+python scripts/memory_errors.py                                            every row
+python scripts/memory_errors.py --networks vit,gpt --processes 2 -- ddp fsdp   some of them
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -117,3 +122,17 @@ def key(row: dict[str, Any]) -> tuple[str, int]:
 def grown(arguments: str, processes: int, imports: str = "") -> int:
     """Bytes by which the rank that grew most did so, in the steps, since before it had a network or a group."""
     return max(figures.peak - figures.empty for figures in train(arguments, processes, imports, exact=True))
+
+
+def main() -> None:
+    """Print the rows that are asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("strategies", nargs="*", help="only these")
+    parser.add_argument("--networks", default=",".join(NETWORKS), help="default: %(default)s; or scores,chunks")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    asked = parser.parse_args()
+    compare(asked.networks.split(","), asked.strategies, asked.processes)
+
+
+if __name__ == "__main__":
+    main()

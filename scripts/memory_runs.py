@@ -1,4 +1,4 @@
-"""Runs of `python -m trainer` on CPUs that leave behind how much memory each rank took: for scripts/memory.py.
+"""Runs of `python -m trainer` on CPUs that leave behind how much memory each rank took: for memory_errors.py.
 
 The command line trains with a task of this file, which is all that is changed: it reads /proc/self/status.
 """

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import runpy
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +18,7 @@ from recipes.vision.augment import Augment
 from recipes.vision.classification import Classification
 from recipes.vision.digits import Digits
 from recipes.vision.vit import VisionTransformer
-from tests.commands import ROOT, SMALL, TRANSFORMER, finish, lines, single
+from tests.commands import SMALL, TRANSFORMER, finish, lines, single
 from tests.inside import here, product
 from tests.processes import Processes
 from tests.quick import quickly
@@ -41,7 +37,6 @@ from trainer.strategies.loss_scaler import NoScaler, Scaler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's reader
 
-SCRIPT = ROOT / "scripts" / "screenshot.py"
 STEPS = 6
 WORDS = (
     *(*TRANSFORMER, "model.depth=1", "precision=fp64", "optimizer=sgd", "schedule=constant", "ema.decay=0.5"),
@@ -301,31 +296,6 @@ def test_what_a_lab_makes_of_pictures_may_be_none() -> None:
     assert data.as_pictures((torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 8, 8))) is None
     assert data.as_pictures(torch.zeros(2, 3, 8, 8)).shape == (2, 3, 8, 8)
     assert data.as_words({"label": torch.zeros(2)}) == data.as_words(torch.zeros(2, 8, 8)) == []
-
-
-# ---------------------------------------------------------------------------------------------------- the screenshots
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("chromedriver") is None, reason="needs Chromium: apt-get install chromium-driver")
-def test_the_pictures_of_the_docs_come_from_a_command(alone: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--runs", str(alone.parent), "--out", str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400).stdout
-    for name in ("curves", "pictures", "hparams", "histograms"):
-        file = tmp_path / f"tensorboard-{name}.png"
-        assert str(file) in said
-        assert file.stat().st_size < 200_000
-        with Image.open(file) as picture:
-            assert picture.convert("RGB").getpixel((8, 8)) == (245, 124, 0)  # TensorBoard's own head: its code has run
-
-
-def test_without_a_browser_nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = runpy.run_path(str(SCRIPT))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
-    with pytest.raises(SystemExit, match="needs Chromium and its driver; on Debian: apt-get install chromium-driver"):
-        script["main"]()
 
 
 def test_drawing_holds_up_nobody_and_the_last_pictures_are_always_there(

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import time
-from cProfile import Profile
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,6 @@ class Clock:
         self._young = min(20, steps // 4)  # steps that do not count: caches fill, files are opened
         # of this process, all threads: hardly moves when others use the machine. Read twice: it may take 40 µs
         self._cpus: list[float] = []
-        self._profile = Profile() if "BENCH_PROFILE" in os.environ else None
         register_optimizer_step_post_hook(self._tick)
 
     def _tick(self, optimizer: Optimizer, *_: Any) -> None:
@@ -40,11 +38,6 @@ class Clock:
         self._walls.append(time.perf_counter())
         if len(self._walls) in (self._young + 1, self._steps):
             self._cpus.append(time.process_time())
-        if self._profile is not None and len(self._walls) == self._young:
-            self._profile.enable()
-        if self._profile is not None and len(self._walls) == self._steps - self._young:
-            self._profile.disable()
-            self._profile.dump_stats(os.environ["BENCH_PROFILE"])
 
     @property
     def over(self) -> bool:

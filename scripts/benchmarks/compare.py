@@ -18,10 +18,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from scripts.benchmarks.report import Row, picture, tables
-from scripts.benchmarks.where import where
 from scripts.benchmarks.work import Work
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -56,10 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--write", action="store_true", help="put the tables and the plot into docs/")
     parser.add_argument("--quick", action="store_true", help="a few steps of raw and ours: do figures come out?")
-    parser.add_argument("--where", action="store_true", help="where the time of a tiny step and of a start goes")
     asked = parser.parse_args()
-    if asked.where:
-        sys.exit(print(where(run, WORKS["overhead"], Work("overhead", 8, 32))))
     if unknown := [name for name in asked.works if name not in WORKS]:
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(WORKS)}")
     works, peers, rounds = [WORKS[name] for name in asked.works or WORKS], asked.peers.split(","), asked.rounds
@@ -91,11 +86,8 @@ def measure(work: Work, peers: list[str], rounds: int) -> list[Row]:
     return rows
 
 
-def run(peer: str, work: Work, more: dict[str, str] | None = None, instead: Any = None) -> Any:
-    """One program, from its command to its end: `figures`, or `error` with its last words.
-
-    more: of its environment. instead: a function that runs the command, and whose result this is.
-    """
+def run(peer: str, work: Work) -> Row:
+    """One program, from its command to its end: `figures`, or `error` with its last words."""
     with TemporaryDirectory(prefix="bench-") as folder:
         result = Path(folder) / "result.json"
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}", "-m"]
@@ -109,14 +101,12 @@ def run(peer: str, work: Work, more: dict[str, str] | None = None, instead: Any 
             "BENCH_FOLDER": folder,
             "BENCH_RESULT": str(result),
             "BENCH_START": repr(time.time()),
-            **(more or {}),
         }
         command = [sys.executable, "-m", *(launcher if work.ranks > 1 else []), *program]
-        how: dict[str, Any] = {"cwd": CHECKOUT, "env": environment, "capture_output": True, "text": True}
-        if instead:
-            return instead(command, **how)
         try:
-            ended = subprocess.run(command, timeout=PATIENCE, **how)
+            ended = subprocess.run(
+                command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=PATIENCE
+            )
         except subprocess.TimeoutExpired:
             return {"error": f"still running after {PATIENCE:g} s"}
         if ended.returncode or not result.exists():

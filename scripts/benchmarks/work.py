@@ -40,11 +40,6 @@ class Work:
         return self.name == "overhead" and self.ranks > 1
 
     @property
-    def young(self) -> int:
-        """Steps that do not count: caches fill, files are opened."""
-        return min(20, self.steps // 4)
-
-    @property
     def eval_batch(self) -> int:
         """Samples of one process in a batch of the evaluation."""
         return self.batch if self.name.startswith("overhead") else 2 * self.batch

@@ -182,7 +182,7 @@ def _read_plan(
     """
     kept = [row["strategy"] for row in plan["rows"] if before and f"strategy={row['strategy']}" in before.overrides]
     # without a data sheet nobody knows what is fast; and on CPUs a doctor's times differ from day to day by too much:
-    # scripts/auto_regret.py saw a choice by them that was 47 % slower than ddp
+    # a choice by them was seen that was 47 % slower than ddp
     is_timed = is_known and plan["device"] != CPU
     try:
         row, _, reason = choose_row(
