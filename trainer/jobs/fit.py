@@ -42,7 +42,6 @@ from trainer.parallel.meta_model import is_meta_model
 from trainer.parallel.ranks import gather_exceptions
 from trainer.records.checkpoint.manifest import CheckpointInfo
 from trainer.records.console import LogFile
-from trainer.records.kubeflow_status import kubeflow_sinks
 from trainer.records.metrics_files import MetricsFile
 from trainer.records.sinks import Log
 
@@ -70,7 +69,7 @@ class Fit(Job):
         run.machine = run.strategy.machine = replace(run.machine, precision=decision.precision)
         comparison = PlanComparison(run)
         rank_output.redirect_output(launch.rank, folder)
-        log = Log([MetricsFile(), LogFile(), *run.sinks, *kubeflow_sinks()] if launch.is_main else [])
+        log = Log([MetricsFile(), LogFile(), *run.sinks] if launch.is_main else [])
         # join: from now on ranks wait for each other, so one that fails ends all, with one account of why; and a
         # request to stop must be kept until the loop can hear it
         with (

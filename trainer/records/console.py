@@ -9,7 +9,7 @@ from time import monotonic
 from trainer.launch.rank_output import append_to_log, log_path
 from trainer.launch.safe_files import disk_full_error
 from trainer.messages import format_duration, format_number
-from trainer.records.sinks import Line, RemainingTime, Sink, measured_values
+from trainer.records.sinks import Line, Sink, measured_values
 
 _CLEAR = "\r\x1b[2K"  # back to the start of the line, and empty it
 
@@ -23,7 +23,8 @@ class Console(Sink):
 
     def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
         """Where the run is going."""
-        self._steps, self._epochs, self._remaining = steps, epochs, RemainingTime(steps)
+        self._steps, self._epochs = steps, epochs
+        self._first: tuple[int, float] | None = None  # step and clock of the first line
 
     def say(self, fact: str) -> None:
         """Print a sentence; a progress line gives way to it."""
@@ -32,7 +33,7 @@ class Console(Sink):
 
     def train(self, line: Line) -> None:
         """Print where training is, or redraw it on a terminal."""
-        words = format_training_line(line, self._steps, self._epochs, self._remaining.seconds(line))
+        words = format_training_line(line, self._steps, self._epochs, self._seconds_left(line))
         # a log file of Slurm or Kubernetes: a line each, nothing is redrawn
         if not _is_terminal():
             self.say(words)
@@ -48,6 +49,16 @@ class Console(Sink):
         """Take the progress line away; what it said last, the last words of the run say better."""
         _write(_CLEAR if self._stands else "")
         self._stands = False
+
+    def _seconds_left(self, line: Line) -> float | None:
+        """To the end at the pace so far, evaluations and saves included; None where the end is not known."""
+        step, now = int(line["step"]), monotonic()
+        # from the first line on: the first steps take longer than all others
+        if self._first is None:
+            self._first = (step, now)
+        first, since = self._first
+        pace = (now - since) / (step - first) if step > first else line["step_s"]
+        return None if self._steps is None else max(self._steps - step, 0) * pace
 
     def _draw(self, step: int, words: str) -> None:
         """Put the progress line in the place of the one before."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partialmethod
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from torch import Tensor
@@ -24,24 +23,6 @@ def measured_values(line: Line) -> Iterator[tuple[str, float]]:
     for name, value in line.items():
         if name not in _NOT_METRICS and isinstance(value, int | float):
             yield name, value
-
-
-class RemainingTime:
-    """How long a run still takes at its pace so far, evaluations and saves included."""
-
-    def __init__(self, steps: int | None) -> None:
-        self._steps = steps  # of the whole run, if known
-        self._first: tuple[int, float] | None = None  # step and clock of the first line
-
-    def seconds(self, line: Line) -> float | None:
-        """To the end, after this training line; None where the end is not known."""
-        step, now = int(line["step"]), monotonic()
-        # from the first line on: the first steps take longer than all others
-        if self._first is None:
-            self._first = (step, now)
-        first, since = self._first
-        pace = (now - since) / (step - first) if step > first else line["step_s"]
-        return None if self._steps is None else max(self._steps - step, 0) * pace
 
 
 class WriteDeferred(OSError):
