@@ -14,13 +14,12 @@ import pytest
 from tests.commands import SMALL, curve, lines, status
 from tests.inside import here
 from tests.test_log import eval_line, scalars, train_line
-from tests.test_sinks import table
 from trainer.launch.rank_output import append_to_log
 from trainer.launch.run_status import StatusWriter, mark_failed
 from trainer.loop.trainer import Trainer
 from trainer.records.checkpoint.manager import FailedSave
 from trainer.records.console import LogFile
-from trainer.records.metrics_files import CSV, MetricsFile
+from trainer.records.metrics_files import MetricsFile
 from trainer.records.sinks import Log
 from trainer.records.tensorboard import TensorBoard
 
@@ -58,7 +57,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def test_every_sink_goes_on_when_there_is_room_again(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     (disk.path / "logs").mkdir()
-    log = Log([MetricsFile(), LogFile(), CSV(), TensorBoard()])
+    log = Log([MetricsFile(), LogFile(), TensorBoard()])
     log.open(disk.path, 0, None, None)
     log.train(train_line(1))
     disk.fill()
@@ -69,17 +68,16 @@ def test_every_sink_goes_on_when_there_is_room_again(disk: Disk, caplog: pytest.
     log.flush()
     said = [record.getMessage() for record in caplog.records]
     assert sorted(" ".join(line.split()[1:4]) for line in said) == [
-        f"{name} cannot write," for name in ("CSV", "LogFile", "MetricsFile", "TensorBoard")
+        f"{name} cannot write," for name in ("LogFile", "MetricsFile", "TensorBoard")
     ]
     assert "metrics.jsonl: No space left on device; waiting for room: 1 line" in "\n".join(said)
     assert (disk.path / "metrics.jsonl").read_bytes().endswith(b"}\n")  # whoever reads meanwhile sees no half line
     disk.empty()
     log.train(train_line(40))
     assert [line["step"] for line in lines(disk.path, "train")] == list(range(1, 41))
-    assert table(disk.path) == lines(disk.path)
-    said = [record.getMessage().split("note        ")[1] for record in caplog.records][4:]
+    said = [record.getMessage().split("note        ")[1] for record in caplog.records][3:]
     assert [line for line in said if "LogFile" not in line] == [
-        f"{name} writes again; nothing was lost" for name in ("MetricsFile", "CSV", "TensorBoard")
+        f"{name} writes again; nothing was lost" for name in ("MetricsFile", "TensorBoard")
     ]
     assert re.search(r"LogFile writes again; \d+ calls meanwhile were lost", "\n".join(said))
     log.close()
@@ -119,9 +117,8 @@ def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while(disk: Disk, monkeypa
         step(trainer, batches)
 
     monkeypatch.setattr(Trainer, "train_step", filled)
-    assert here(*WORDS, f"run.dir={disk.path}/run", "log=[csv,tensorboard]") == 0
+    assert here(*WORDS, f"run.dir={disk.path}/run", "log=[tensorboard]") == 0
     assert len(curve(disk.path / "run")) == 12
-    assert table(disk.path / "run") == lines(disk.path / "run")
     assert (status(disk.path / "run")["state"], status(disk.path / "run")["step"]) == ("completed", 12)
 
 

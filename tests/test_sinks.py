@@ -1,8 +1,7 @@
-"""Sinks beside the console and TensorBoard: a table, and services that may be slow or gone."""
+"""Sinks beside the console and TensorBoard: metrics.jsonl, and services that may be slow or gone."""
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
@@ -24,24 +23,11 @@ from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal
 from trainer.records import experiment_trackers
 from trainer.records.experiment_trackers import ServiceSink, require_package
-from trainer.records.metrics_files import CSV, MetricsFile
 from trainer.records.metrics_reader import read_lines_backwards
-from trainer.records.sinks import Log, Sink
+from trainer.records.sinks import Sink
 
 WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=2", "loop.save_every=2")
 SECRET = "+data.vocab_size=${oc.env:TRAINER_TEST_SECRET}"
-
-
-def table(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.csv as lines of metrics.jsonl."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    words = ("kind", "loss_hex", "sample_digest")
-    return [{name: cell if name in words else json.loads(cell) for name, cell in row.items() if cell} for row in rows]
-
-
-def header(folder: Path) -> list[str]:
-    return (folder / "metrics.csv").read_text().splitlines()[0].split(",")
 
 
 def lose_a_save(folder: Path, step: int) -> None:
@@ -49,30 +35,7 @@ def lose_a_save(folder: Path, step: int) -> None:
     shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
 
 
-# ------------------------------------------------------------------------------------------------------------- csv
-
-
-def test_the_table_has_the_lines_of_metrics_and_no_column_moves(tmp_path: Path) -> None:
-    words = (*WORDS, f"run.dir={tmp_path}", "log=[csv]")
-    assert here(*words, "loop.steps=4") == 0
-    assert table(tmp_path) == lines(tmp_path)
-    before = header(tmp_path)
-    assert before[:3] == ["kind", "step", "epoch"]
-    assert {"accuracy", "loss", "samples_per_s"} <= set(before)
-    # steps that run again, and figures that there were not before
-    lose_a_save(tmp_path, 4)
-    assert here(*words, "loop.steps=6", "ema.decay=0.9") == 0
-    assert [row["step"] for row in table(tmp_path) if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
-    assert table(tmp_path) == lines(tmp_path)
-    assert header(tmp_path)[: len(before)] == before
-    assert "ema_accuracy" in header(tmp_path)[len(before) :]
-
-
-def test_a_table_that_is_asked_for_later_begins_with_the_first_step(tmp_path: Path) -> None:
-    assert here(*WORDS, f"run.dir={tmp_path}", "loop.steps=2") == 0
-    assert here(*WORDS, f"run.dir={tmp_path}", "loop.steps=3", "log=[csv]") == 0
-    assert table(tmp_path) == lines(tmp_path)
-    assert len(table(tmp_path)) == 5
+# --------------------------------------------------------------------------------------------------- metrics.jsonl
 
 
 def grow(path: Path) -> None:
@@ -84,39 +47,17 @@ def grow(path: Path) -> None:
         file.write(b"\n" + rest)
 
 
-def test_a_start_reads_the_ends_of_its_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*WORDS, f"run.dir={tmp_path}", "log=[console,csv]")
+def test_a_start_reads_the_end_of_its_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*WORDS, f"run.dir={tmp_path}", "log=[console]")
     assert here(*words, "loop.steps=6") == 0
     lose_a_save(tmp_path, 6)
-    for name in ("metrics.jsonl", "metrics.csv"):
-        grow(tmp_path / name)
-    # a row that is not in the table yet, as a kill between the two leaves it
-    os.truncate(tmp_path / "metrics.csv", (tmp_path / "metrics.csv").stat().st_size - 10)
+    grow(tmp_path / "metrics.jsonl")
     capsys.readouterr()
     assert here(*words, "loop.steps=8") == 0
     assert re.search(r"after step +8", capsys.readouterr().out)  # the table at the end has its figures from there, too
     lined = [json.loads(line) for _, line in islice(read_lines_backwards(tmp_path / "metrics.jsonl"), 10)]
-    rows = [row.decode().split(",") for _, row in islice(read_lines_backwards(tmp_path / "metrics.csv"), 10)]
     wanted = [each for step in (8, 6, 4) for each in (("eval", step), ("train", step), ("train", step - 1))]
     assert [(line["kind"], line["step"]) for line in lined] == [*wanted, ("eval", 2)]
-    assert [(kind, int(step)) for kind, step, *_ in rows] == [*wanted, ("eval", 2)]
-
-
-def test_what_a_dead_start_wrote_goes_but_for_its_columns(tmp_path: Path) -> None:
-    def begun(step: int) -> Log:
-        log = Log([MetricsFile(), CSV()])
-        log.open(tmp_path, step, None, None)
-        return log
-
-    log = begun(0)
-    log.train({"step": 10, "epoch": 0, "loss": 0.5, "loss_mean": 0.5})
-    log.train({"step": 20, "epoch": 0, "loss": 0.4, "loss_mean": 0.4, "odd": 1.0})
-    for accuracy in (0.25, 0.75):  # the evaluation of step 10 is made up for, by a start that is killed before it saves
-        log = begun(10)
-        log.eval({"step": 10, "epoch": 0, "accuracy": accuracy})
-    assert table(tmp_path) == lines(tmp_path)
-    assert [row.get("accuracy") for row in table(tmp_path)] == [None, 0.75]
-    assert header(tmp_path) == ["kind", "step", "epoch", "loss", "loss_mean", "odd", "accuracy"]
 
 
 # ---------------------------------------------------------------------------------------------------- how it ended

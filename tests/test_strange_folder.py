@@ -17,7 +17,7 @@ from tests.recipes.test_folder import CLASSES, SHORT, WORDS, write
 from trainer.messages import Refusal
 
 RUN = ("model=mlp", "model.width=8", "loop.global_batch=64", "loop.epochs=null", "loop.eval_every=null")
-EVERYTHING = (*RUN, "loop.steps=8", "loop.save_every=2", "log=[console,csv,tensorboard]", "profile=[2,3]")
+EVERYTHING = (*RUN, "loop.steps=8", "loop.save_every=2", "log=[console,tensorboard]", "profile=[2,3]")
 BAIT = "# the user's own\n"
 
 
@@ -71,7 +71,6 @@ def link(path: Path, goal: Path) -> None:
         *(
             "logs/rank-0.log",
             "metrics.jsonl",
-            "metrics.csv",
             "status.json",
             "starts.jsonl",
             "config.yaml",
@@ -91,7 +90,7 @@ def test_a_run_writes_through_no_link(run: Path, tmp_path: Path, name: str) -> N
 
 
 def test_a_link_to_no_file_makes_none(run: Path, tmp_path: Path) -> None:
-    for name in ("logs/rank-0.log", "config.1.yaml", f".status.json.{os.getpid()}", "metrics.csv"):
+    for name in ("logs/rank-0.log", "config.1.yaml", f".status.json.{os.getpid()}"):
         link(run / name, tmp_path / "made")
     with pytest.raises(Refusal, match="is a link to"):
         here(*EVERYTHING, f"run.dir={run}", "run.accept_changes=true")

@@ -1,23 +1,18 @@
-"""metrics.jsonl: the metrics of a run, whatever other sinks it has; and the same as a table, metrics.csv."""
+"""metrics.jsonl: the metrics of a run, whatever other sinks it has."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from io import StringIO
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.safe_files import disk_full_error, make_folder, open_descriptor, open_file, replace_file
+from trainer.launch.safe_files import disk_full_error, make_folder, open_file
 from trainer.messages import format_count
-from trainer.records.metrics_reader import parse_line, read_lines, read_lines_backwards
+from trainer.records.metrics_reader import parse_line, read_lines_backwards
 from trainer.records.sinks import Line, Sink, WriteDeferred
 
 _MAX_WAITING = 50_000  # lines that wait for room on the disk; some 20 MB
@@ -129,140 +124,3 @@ def _is_kept(fields: Mapping[str, Any] | None, last_steps: Mapping[str, int]) ->
     if fields is None or not isinstance(fields.get("step"), int):
         return False
     return fields["step"] <= last_steps.get(str(fields.get("kind")), -1)
-
-
-class CSV(Sink):
-    """A row for each line of metrics.jsonl, a column for each of its keys.
-
-    It is made of that file, which knows best which lines count; so `Figures` stands before it in a `Log`.
-    """
-
-    def open(self, folder: Path, step: int, steps: int | None, epochs: int | None) -> None:
-        """Begin with what metrics.jsonl has kept of earlier starts."""
-        self._source, self._path, self._start = folder / "metrics.jsonl", folder / "metrics.csv", step
-        self._behind = False  # are there rows for which the disk had no room?
-        # a column stays where programs have found it, also after a resume
-        self._columns = dict.fromkeys(("kind", "step", "epoch")) | _read_columns(self._path)
-        self._catch_up()
-
-    def train(self, line: Line) -> None:
-        """Add the figures of a training step."""
-        self._add({"kind": "train", **line})
-
-    def eval(self, line: Line) -> None:
-        """Add the figures of an evaluation."""
-        self._add({"kind": "eval", **line})
-
-    def rewind(self, step: int) -> None:
-        """The next row brings the table in line."""
-        self._behind = True
-
-    def close(self) -> None:
-        """Add the rows for which the disk had no room."""
-        if self._behind:
-            self._catch_up()
-
-    def _add(self, row: Line) -> None:
-        # a figure that is new needs a column in all rows; an evaluation that is made up for may have a row already
-        made_up_for = row["kind"] == "eval" and row["step"] == self._start
-        anew = self._behind or made_up_for or not row.keys() <= self._columns.keys()
-        self._behind = True  # until this row stands there
-        try:
-            if anew:
-                last = self._catch_up()
-                self._behind = last != _row_order(row)  # it waits there, too
-            else:
-                self._append([row])
-                self._behind = False
-        except OSError as error:
-            raise WriteDeferred(
-                f"{self._path}: {error.strerror or error}; made anew as soon as there is room"
-            ) from error
-        if self._behind:
-            raise WriteDeferred(f"{self._path}: {self._source.name} waits for room, and this with it")
-
-    def _append(self, rows: Iterable[Line]) -> None:
-        with open_file(self._path, "ab", buffering=0) as file:
-            for data in _format_rows(self._columns, rows):
-                if file.write(data) < len(data):  # a row in one call: other programs read this file while it grows
-                    raise disk_full_error(self._path)
-
-    def _catch_up(self) -> tuple[int, bool] | None:
-        """Make the table that of its source; the place of the last row. Where only ends differ, only those are read."""
-        # this start has cut that file already: what is there counts, up to where it is being written
-        common = self._common() if list(_read_columns(self._path)) == list(self._columns) else None
-        if common and all(line.keys() <= self._columns.keys() for line in read_lines(self._source, common[1])):
-            with open_file(self._path, "r+b", buffering=0) as file:
-                file.truncate(common[0])
-            self._append(read_lines(self._source, common[1]))
-        else:
-            for line in read_lines(self._source):
-                self._columns |= dict.fromkeys(line)
-            header = dict(zip(self._columns, self._columns, strict=True))
-            replace_file(self._path, _format_rows(self._columns, chain([header], read_lines(self._source))))
-        return next(
-            (_row_order(fields) for _, line in read_lines_backwards(self._source) if (fields := parse_line(line))), None
-        )
-
-    def _common(self) -> tuple[int, int] | None:
-        """The bytes at which the last row ends, in table and source, that both have; None: there is none."""
-        rows, lines = self._rows_back(), self._lines_back()
-        row, line = next(rows, None), next(lines, None)
-        # both stand in the order of their places, so whichever has the later one at its end goes one back
-        while row is not None and line is not None:
-            if row == line:
-                return row.end, line.end
-            ours, theirs = row.place, line.place
-            row, line = next(rows, None) if ours >= theirs else row, next(lines, None) if ours <= theirs else line
-        return None
-
-    def _rows_back(self) -> Iterator[_Row]:
-        """The table's rows, the last first; the header is none, nor what a full disk has left of one."""
-        for start, row in read_lines_backwards(self._path):
-            with suppress(ValueError, csv.Error):
-                # half a row, which a full disk has left, has too few cells
-                (cells,) = csv.reader([row.decode()])
-                fields = dict(zip(self._columns, cells, strict=True))
-                yield _Row(_row_order({**fields, "step": int(fields["step"])}), row, start + len(row))
-
-    def _lines_back(self) -> Iterator[_Row]:
-        """The source's lines as rows, the last first."""
-        for start, line in read_lines_backwards(self._source):
-            fields = parse_line(line)
-            if fields is not None:
-                # as bytes, since these are compared with what stands in the table
-                (row,) = _format_rows(self._columns, [fields])
-                yield _Row(_row_order(fields), row, start + len(line))
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row, in the table or as it should be there."""
-
-    place: tuple[int, bool]
-    data: bytes
-    end: int = field(compare=False)
-
-
-def _row_order(line: Mapping[str, Any]) -> tuple[int, bool]:
-    """What rows are ordered by: a step, then its evaluation."""
-    return line["step"], line["kind"] == "eval"
-
-
-def _read_columns(path: Path) -> dict[str, None]:
-    """The names of the columns that are there, in their order."""
-    if not path.is_file():
-        return {}
-    with open(path, newline="", encoding="utf-8", opener=open_descriptor) as file:
-        return dict.fromkeys(next(csv.reader(file), []))
-
-
-def _format_rows(columns: Mapping[str, None], lines: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Lines as rows; what a line does not say stays empty, and what has no column is left out."""
-    text, names = StringIO(), list(columns)
-    writer = csv.writer(text, lineterminator="\n")
-    for line in lines:
-        writer.writerow([line.get(name, "") for name in names])
-        yield text.getvalue().encode()
-        text.seek(0)
-        text.truncate()

@@ -24,12 +24,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def read_lines(path: Path, start: int = 0, needle: bytes = b"") -> Iterator[dict[str, Any]]:
-    """What the whole lines say that have this word in them, in their order, from this byte on; of no file nothing."""
+def read_lines(path: Path, needle: bytes = b"") -> Iterator[dict[str, Any]]:
+    """What the whole lines say that have this word in them, in their order; of no file nothing."""
     if path.is_file():
         with open_file(path, "rb") as file:
-            # from here on only: a run may log for weeks
-            file.seek(start)
             yield from (fields for line in file if needle in line and (fields := parse_line(line)) is not None)
 
 

@@ -113,7 +113,6 @@ class Log(Sink):
         """Call all sinks, whichever cannot write; what it says the first time is shown, and that it writes again."""
         for sink in self.sinks:
             try:
-                # in the order of conf: metrics.jsonl is first, CSV is made of it
                 getattr(sink, verb)(*values, **named)
             except OSError as error:
                 if id(sink) not in self._lost:
