@@ -21,7 +21,7 @@ from recipes.vision.mlp import MLP
 from tests.inside import here, product
 from tests.quick import quickly
 from tests.recipes.test_folder import picture
-from trainer.jobs.export import Program
+from trainer.jobs.export import Program, write_huggingface
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
@@ -179,3 +179,20 @@ def test_a_network_of_one_dict_is_written_for_other_runtimes(tmp_path: Path) -> 
     sides = {"left": torch.ones(2, 3), "right": torch.zeros(2, 3)}
     Program(Paired().eval(), (sides,), {}, "", "").save_onnx(tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx").stat().st_size > 0
+
+
+class Written(nn.Module):
+    """It writes its own folder, as networks of transformers do."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({"architectures": ["ViTForImageClassification"]}))
+
+
+def test_a_folder_of_transformers_has_the_names_of_the_classes(tmp_path: Path) -> None:
+    write_huggingface(Written(), ["ant", "bee"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["id2label"], config["label2id"]) == ({"0": "ant", "1": "bee"}, {"ant": 0, "bee": 1})
+    with pytest.raises(
+        Refusal, match=r"Linear has no method save_pretrained\(self, folder\), as decoders and networks of"
+    ):
+        write_huggingface(nn.Linear(2, 2), [], tmp_path)

@@ -100,12 +100,6 @@ class HFClassifier(nn.Module):
         merge(self.body)
         return self
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write a folder from which transformers makes the same classifier. Refusal where it has none."""
-        from recipes.text.exported import save
-
-        save(self, folder)
-
 
 def stop_dropout(network: nn.Module) -> None:
     """Let a network of transformers drop nothing out, in place."""

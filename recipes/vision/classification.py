@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,12 +83,6 @@ class Classification(Task):
         if not isinstance(output, Tensor) or output.dim() != 2:
             return None
         return output.softmax(1, torch.float64 if output.dtype == torch.float64 else torch.float32)
-
-    def save_pretrained(self, network: nn.Module, folder: Path) -> None:
-        """What the network writes itself, else the network of transformers that computes the same."""
-        from recipes.vision.exported import save
-
-        super().save_pretrained(network, folder) if hasattr(network, "save_pretrained") else save(network, folder)
 
     def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
         """The confusion matrix that `metrics` has summed up, unless a derived task sums up others."""

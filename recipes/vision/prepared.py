@@ -6,8 +6,7 @@ numbers below 2^53, which float64 adds without rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -111,27 +110,7 @@ def preparation(
         raw="uint8 (B, 3, H, W): red, green and blue from 0 to 255, of any height and width",
         ready=f"float32 (B, {channels}, {size}, {size}): (pixel / 255 - mean) / std",
         facts=facts,
-        processor=_processor(size, centre, facts),
     )
-
-
-def _processor(size: int, centre: float, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of transformers' image processor that comes nearest: it resizes all, then cuts out the middle."""
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": round(size / centre)},
-        "resample": 2,  # bilinear
-        "do_center_crop": True,
-        "crop_size": {"height": size, "width": size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        # pictures are opened in colour, also for a network of grey ones
-        "image_mean": _each(facts["mean"], 3),
-        "image_std": _each(facts["std"], 3),
-    }
 
 
 def _each(values: Sequence[float], channels: int) -> list[float]:

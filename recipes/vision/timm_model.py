@@ -46,7 +46,6 @@ def timm_model(name: str, num_classes: int, channels: int, image_size: int, **mo
         raise Refusal(f"timm's {name} cannot take {images} ({reason}); other sizes may work") from error
     if config is not None and config.has_weights:
         vars(network)["pretrained"] = partial(_published, config)
-    vars(network)["arguments"] = arguments  # by which others build it again
     heads = network.get_classifier()  # several where it was distilled
     return marked(network, *_names_of(network, heads if isinstance(heads, tuple) else (heads,)))
 

@@ -221,4 +221,3 @@ class Preparation:
     raw: str  # what raw inputs are, for people: "uint8 (B, 3, H, W)"
     ready: str  # what the module makes of them, for who prepares by himself
     facts: Mapping[str, Any] = field(default_factory=dict)  # mean, std, image_size, as JSON takes them
-    processor: Mapping[str, Any] = field(default_factory=dict)  # the same as transformers' preprocessor_config.json

@@ -232,7 +232,7 @@ class Export(Job):
         network = load_network(run, checkpoint, average)
         kind = type(network).__name__
         if self.format == "huggingface":
-            _huggingface(run, network, names, path.parent)
+            write_huggingface(network, names, path.parent)
             return kind, None
         if self.format == "pt":
             torch.save({key: value.contiguous() for key, value in network.state_dict().items()}, path)
@@ -303,14 +303,16 @@ def _weights(run: RunParts, checkpoint: Path, average: bool, folder: Path, name:
     return kind
 
 
-def _huggingface(run: RunParts, network: nn.Module, names: list[str], path: Path) -> None:
-    """The folder as the task writes it; with the names of the classes, and how images are prepared."""
-    run.task.save_pretrained(network, path)
-    preparation, config = preparation_of(run.data), path / "config.json"
-    if preparation and preparation.processor:
-        text = json.dumps(preparation.processor, indent=2) + "\n"
-        (path / "preprocessor_config.json").write_text(text, encoding="utf-8")
-    # the names of the classes, where transformers looks for them
+def write_huggingface(network: nn.Module, names: list[str], path: Path) -> None:
+    """The folder as the network writes it, with the names of the classes where transformers looks for them."""
+    save = getattr(network, "save_pretrained", None)
+    if not callable(save):
+        raise Refusal(
+            f"job.format=huggingface: {type(network).__name__} has no method save_pretrained(self, folder), as decoders"
+            " and networks of transformers have it; job.format=pt2 writes code and weights of any network"
+        )
+    save(path)
+    config = path / "config.json"
     settings = json.loads(config.read_bytes()) if config.is_file() else {}
     if names and any(kind.endswith("Classification") for kind in settings.get("architectures") or ()):
         settings |= {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -106,16 +105,6 @@ class Task:
         Default: None, the outputs are not scores of classes.
         """
         return None
-
-    def save_pretrained(self, network: nn.Module, folder: Path) -> None:
-        """Write the network as a folder that transformers reads; default: the network's own method of this name."""
-        save = getattr(network, "save_pretrained", None)  # networks of transformers have it
-        if not callable(save):
-            raise Refusal(
-                f"job.format=huggingface: {type(network).__name__} has no method save_pretrained(self, folder);"
-                " job.format=pt2 writes code and weights of any network"
-            )
-        save(folder)
 
     def confusion(self, totals: dict[str, Any]) -> Tensor | None:
         """The confusion matrix, from the totals: (classes, classes), row = true class, column = predicted class.
