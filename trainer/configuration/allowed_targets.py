@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from trainer.configuration.interpolation import format_override, format_value
 from trainer.configuration.key_types import epochs_hint
+from trainer.configuration.removed_words import removed_class, removed_word
 from trainer.data.data import Data
 from trainer.launch.typed_values import convert
 from trainer.learning.task import Task
@@ -58,7 +59,10 @@ class AllowedTargets:
             raise Refusal(f"{where}: {name} may not be called from a configuration{self._remedy(name)}")
         if any(part.startswith("_") for part in name.split(".")):
             raise Refusal(f"{where}: {name} is private; name a public class or function")
-        target = _import_target(name, where)
+        try:
+            target = _import_target(name, where)
+        except Refusal as error:
+            raise Refusal(f"{where}: {gone}" if (gone := removed_class(name)) else str(error)) from error
 
         # A permitted module holds names of others that it imported (torch.os.system): where was this one written?
         if not callable(target):
@@ -185,7 +189,8 @@ def bind_arguments(
         ):
             free_names = [parameter for parameter in named if parameter not in given]
             hint = f"; it takes {', '.join(free_names[:12]) or 'none'}"
-            problems.append(f"{where}.{name}: {target_name} takes no such key{did_you_mean(name, free_names) or hint}")
+            unknown = f"{where}.{name}: {target_name} takes no such key{did_you_mean(name, free_names) or hint}"
+            problems.append(removed_word(f"{where}.{name}", value) or unknown)
         # `width: int = None` is written by many and means what it says
         elif name in named and name in annotations and not (value is None and named[name].default is None):
             try:

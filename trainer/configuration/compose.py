@@ -30,6 +30,7 @@ from trainer.configuration.key_checks import (
     split_overrides,
     suggest_for_flag,
 )
+from trainer.configuration.removed_words import in_todays_words, removed_word
 from trainer.configuration.resource_paths import resource_root
 from trainer.configuration.schema import GROUPS, RESERVED_KEYS, spell_out_compile, validate_settings
 from trainer.launch.safe_files import resolve_links
@@ -103,7 +104,9 @@ def _find_errors(cfg: DictConfig, composed_values: Mapping[str, Any]) -> tuple[d
     # Each mistake once: what is known to be wrong is not read any more.
     wrong = unresolved | problems
     validate_settings(values, written, wrong)
-    return problems, {path: problem for path, problem in wrong.items() if path not in problems}
+    wrong = {path: removed_word(path, values_by_path.get(path)) or problem for path, problem in wrong.items()}
+    values_only = {path: problem for path, problem in wrong.items() if path not in problems}
+    return {path: wrong[path] for path in problems}, values_only
 
 
 @contextmanager
@@ -139,13 +142,16 @@ def _missing_option_message(error: BaseException, chosen: Sequence[str], config_
     group, _, option = (getattr(error, "missing_cfg_file", None) or "").rpartition("/")
     name, known = rf"['\"]?{re.escape(option)}['\"]?", getattr(error, "options", None) or []
     asks = re.compile(rf"^\s*-\s+(override\s+)?/?({group}(@\S+)?:\s*)?{name}\s*(#.*)?$", re.MULTILINE)
+    gone = removed_word(group, option)
     words = {word.rpartition("=")[2] for word in chosen}  # of several files that ask, one that was chosen
     files = (file for place in config_dirs for file in place.rglob("*.yaml") if group)
     for file in sorted(files, key=lambda file: (file.stem not in words, file)):
         if asks.search(file.read_text(encoding="utf-8", errors="replace")):
             nearest = did_you_mean(option, known) or f"; there are {', '.join(known[:30])}"
+            if gone:
+                return f"{file}: {gone}"
             return f"{file}: its defaults ask for {group}={option}, and there is no such option{nearest}"
-    return ""
+    return gone
 
 
 def _hydra_error_message(error: BaseException) -> str:
@@ -259,8 +265,17 @@ def apply_trained_run(cfg: DictConfig, chosen: Sequence[str], changes: Sequence[
     if "experiment" in groups:
         raise Refusal(f"job={job} has the configuration of {folder}; leave experiment out, and change keys one by one")
 
+    # what the command line chooses anew need not mean anything any more
+    trained, gone = in_todays_words(_read_trained_config(folder))
+    lines = [line for path, line in gone.items() if path not in changed and path.split(".")[0] not in groups]
+    if lines:
+        raise Refusal(
+            f"job={job}: {folder / 'config.yaml'} has words that are gone. A word that chooses anew opens the run"
+            f" (strategy=single, compile.mode=null), or take the line out of that file:\n{join_problems(lines)}"
+        )
+
     # a group's keys belong to what its option builds: of one that is chosen anew nothing of the run's is left
-    for key, value in _read_trained_config(folder).items():
+    for key, value in trained.items():
         if key in GROUPS or not isinstance(value, dict):
             if key in cfg and key not in groups:
                 cfg[key] = value

@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from trainer.configuration.command_line import override_text
 from trainer.configuration.interpolation import flatten, format_override, format_value
 from trainer.configuration.key_types import epochs_hint
+from trainer.configuration.removed_words import removed_word
 from trainer.configuration.schema import GROUPS, SECTIONS, Settings
 from trainer.launch.typed_values import convert, is_valid
 from trainer.messages import Refusal, did_you_mean
@@ -137,7 +138,8 @@ def split_overrides(
         there_are = list_options(override.key_or_group, places)
         if re.match(r"hydra\b", override.key_or_group):
             hint = "files of a run go to run.dir; -m asks for several runs; --config-dir adds yaml files"
-            problems.append(f"{override_text(override)}: Hydra's own keys have no effect here; {hint}")
+            gone = removed_word(override.key_or_group, override.value())
+            problems.append(gone or f"{override_text(override)}: Hydra's own keys have no effect here; {hint}")
         elif not there_are or isinstance(override.value(), dict):
             changes.append(override)
         # A group may be taken away here; whether the framework can do without is seen once all is composed.
@@ -160,6 +162,8 @@ def _check_option(override: Override, known: list[str], places: list[Path]) -> s
         return f"{override_text(override)}: expected one of {listed}, not a list"
     for option in map(str, value if isinstance(value, list) else [value]):
         if option.removesuffix(".yaml") not in known:
+            if gone := removed_word(group, option.removesuffix(".yaml")):
+                return gone
             hint_on_dirs = "" if places[1:] else "; yaml files of your own: --config-dir FOLDER"
             hint = f"{_suggest_alternative(group, option, known)} There are: {listed}{hint_on_dirs}"
             unlisted = _find_unlisted_config_dir(f"{group}/{option}.yaml")
@@ -196,6 +200,8 @@ def check_override_key(override: Override, known: Mapping[str, Any], places: lis
     # What the word says about itself: ++ takes anything, + wants a new key, ~ one that is there.
     if override.is_force_add() or (override.is_add() and path not in known):
         return []
+    if path not in known and (gone := removed_word(path, override.value())):
+        return [gone]
     if override.is_add() and not isinstance(override.value(), dict | list):
         return [f"{override_text(override)}: {path} exists already; leave out the +"]
     if override.is_delete() and path in known and path.split(".")[0] not in GROUPS:
@@ -238,6 +244,8 @@ def _option_has_key(group: str, option: str, key: str, places: list[Path]) -> bo
 
 def unknown_key_message(path: str, known: Iterable[str], value: Any = None) -> str:
     """Say that nothing is called so, and what comes nearest; processes with the number that was given, -1 for all."""
+    if gone := removed_word(path, value):
+        return gone
     near = nearest_keys(path, known)
     if near == ["processes"] and isinstance(value, int | str):
         near = [f"processes={value if str(value).isdecimal() and int(value) else 'auto'}"]

@@ -18,6 +18,7 @@ from trainer.configuration.compose import compose, compose_with_hydra, open_conf
 from trainer.configuration.job_kinds import is_doctor_job, is_report_job, opens_trained_run
 from trainer.configuration.key_checks import list_options
 from trainer.configuration.key_types import Count
+from trainer.configuration.removed_words import removed_word
 from trainer.launch.typed_values import convert
 from trainer.messages import Refusal, join_problems
 
@@ -101,6 +102,8 @@ def _compose_hydra_section(command: CommandLine, overrides: list[Override], conf
     for override in overrides:
         if override.is_sweep_override():
             raise Refusal(f"{override_text(override)}: one launcher starts all runs; choose one")
+        if gone := removed_word(override.key_or_group, override.value()):
+            raise Refusal(gone)
     hydra_config = compose_with_hydra(command, [override_text(override) for override in overrides], config_dirs)
     for key, known in {"hydra/sweeper": ["basic"], "hydra/launcher": ["local", "basic"]}.items():
         if (chosen := hydra_config.hydra.runtime.choices[key]) not in known:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from trainer.configuration.removed_words import in_todays_words
 from trainer.data.class_renumbering import format_class_names, read_class_names
 from trainer.data.data import Data
 from trainer.data.sampler import dataset_size
@@ -98,7 +99,7 @@ def branch_changes(run: PreparedRun) -> list[str]:
     """What of the learning differs from the run whose checkpoint `run.resume` names, for people; none without one."""
     path = resolve_resume_path(run.settings.run.resume)
     checkpoint = None if path is None else peek_checkpoint(path)
-    before = checkpoint.state.get("configuration") if checkpoint else None
+    before = stored_configuration(checkpoint)
     if checkpoint is None or before is None:
         return []
     changes = find_changes(before, parse_config(run.configuration))
@@ -144,7 +145,13 @@ def peek_checkpoint(path: Path) -> CheckpointInfo | None:
 def last_configuration(folder: RunFolder, checkpoint: CheckpointInfo | None) -> dict[str, Any] | None:
     """What the run was configured with: by its config.yaml, or where that is damaged by its checkpoint."""
     config = folder.read_previous("config.yaml")
-    return config if config is not None or checkpoint is None else checkpoint.state.get("configuration")
+    return stored_configuration(checkpoint) if config is None else in_todays_words(config)[0]
+
+
+def stored_configuration(checkpoint: CheckpointInfo | None) -> dict[str, Any] | None:
+    """What a checkpoint says that its run was configured with, in today's words; None where it says nothing."""
+    config = checkpoint.state.get("configuration") if checkpoint else None
+    return None if config is None else in_todays_words(config)[0]
 
 
 def stale_evaluations(checkpoint: CheckpointInfo | None) -> int:
@@ -246,7 +253,7 @@ def _refuse_network(what: str, checkpoint: CheckpointInfo, network: nn.Module, c
     if not wrong:
         return
     # why it is another one: keys of the model that differ, or else its code
-    changed = find_changes(checkpoint.state.get("configuration", {}), parse_config(configuration))
+    changed = find_changes(stored_configuration(checkpoint) or {}, parse_config(configuration))
     changed = [change for change in changed if change.key.startswith("model")]
     why = f"changed since then:{_bullets(changed)}\n" if changed else "No key of model changed since: its code did.\n"
     back = "take the old values back" if changed else "take the old code"
