@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.loop.loss_spikes import SpikeWatch
 from trainer.messages import format_duration, format_number
 from trainer.records.console import Console, LogFile, format_evaluation_line, format_training_line
 from trainer.records.metrics_files import MetricsFile
@@ -97,26 +96,6 @@ def begun(folder, step=0):
     figures = MetricsFile()
     figures.open(folder, step, None, None)
     return figures
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
-def test_a_jump_of_the_loss_is_told_once_and_noise_is_not(seed):
-    """On a curve as runs have it: steep, then flat with heavy tails, so that small losses differ by factors."""
-    noise = torch.Generator().manual_seed(seed)
-    spread = 0.1 * torch.randn(300, generator=noise).div(torch.rand(300, generator=noise).clamp(min=0.2))  # (lines,)
-    curve = [(0.02 + 2.3 * math.exp(-step / 40)) * math.exp(each) for step, each in enumerate(spread.tolist())]
-
-    def told(losses):
-        watch = SpikeWatch()
-        jumps = [watch.look(step, loss) for step, loss in enumerate(losses, 1)]
-        return [jump.what for jump in jumps if jump is not None]
-
-    assert told(curve) == []
-    # wrong labels in one batch; and what a rate that is too high does, of which there is no way back
-    for length in (1, 100):
-        (note,) = told([*curve[:180], *[9.0] * length, *curve[180 + length :]])
-        assert re.match(r"the loss jumps from 0\.\d+ to 9 at step 181, \d+ times the usual spread", note)
 
 
 def test_a_start_drops_later_steps_and_a_torn_line(tmp_path):

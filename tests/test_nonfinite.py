@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.commands import curve, lines
+from tests.commands import lines
 from tests.processes import Processes
 from tests.quick import quickly
 from tests.test_nonfinite_check import ended
@@ -166,86 +165,3 @@ def test_too_many_steps_that_are_left_out_end_the_run(processes: Processes, plac
     assert said[0] == said[1]
     assert said[0].startswith("step 51: the loss is nan on rank 1. More than 10 of 100 steps would be left out."), said
     assert "step 51, rank 1: samples 81, 83, 85, 87\n" in said[0], said
-
-
-@pytest.mark.parametrize(("ranks", "strategy", "more"), quickly(STRATEGIES, STRATEGIES[0]))
-def test_a_run_that_goes_back_is_one_whose_data_has_no_such_samples(
-    processes: Processes, place: Path, tmp_path: Path, ranks: int, strategy: str, more: list[str]
-) -> None:
-    words = [*WORDS, *LENGTH, f"strategy={strategy}", *more, "loop.save_every=3", "loop.steps=24"]
-    run, hand = tmp_path / "run", tmp_path / "hand"
-    # step 5 is broken and the run goes back to 3; then what is read in step 9, and it goes back to 6
-    # in the next epoch the same
-    back = [*words, "data.poisoned=[37,86]", "loop.on_nonfinite=rollback", f"run.dir={run}"]
-    assert processes.run(ranks, ended, place, back) == ["0"] * ranks
-    assert (
-        processes.run(ranks, ended, place, [*words, "data.without=[4,5,9,10,11]", f"run.dir={hand}"]) == ["0"] * ranks
-    )
-    assert curve(run, "loss_hex") == curve(hand, "loss_hex")
-    assert [line["step"] for line in lines(run, "train")] == [*range(1, 25)]
-    alike(state(run, 24), state(hand, 24))
-
-
-@pytest.mark.parametrize("every", [4, pytest.param(3, marks=pytest.mark.long)])
-def test_a_run_that_goes_back_to_before_its_first_average_has_none(place: Path, tmp_path: Path, every: int) -> None:
-    words = [*WORDS, *LENGTH, "ema.decay=0.9", f"ema.every={every}", "loop.save_every=2", "loop.steps=12"]
-    run, hand = tmp_path / "run", tmp_path / "hand"
-    # step 4 is broken and the run goes back to 2. The average began with the NaN of that step, or well, with step 3
-    back = [*words, "data.poisoned=[25]", "loop.on_nonfinite=rollback", f"run.dir={run}"]
-    assert ended(Launch(), place, back) == "0"
-    assert ended(Launch(), place, [*words, "data.without=[3,4]", f"run.dir={hand}"]) == "0"
-    assert curve(run, "loss_hex") == curve(hand, "loss_hex")
-    alike(state(run, 12), state(hand, 12))
-
-
-def points(folder: Path) -> list[tuple[int, float]]:
-    """Steps and losses as TensorBoard shows them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return [(one.step, one.value) for one in EventAccumulator(str(folder)).Reload().Scalars("loss/loss")]
-
-
-def test_going_back_is_told_counted_and_the_same_in_a_run_that_is_killed(place: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = [
-        *WORDS,
-        *LENGTH,
-        f"run.dir={run}",
-        "log=[tensorboard]",
-        "loop.save_every=7",
-        "loop.on_nonfinite=rollback",
-    ]
-    assert ended(Launch(), place, [*words, "loop.steps=1"]) == "0"
-    # from step 5 back to step 1: more samples were passed over then than the network has learned from
-    words += ["loop.steps=12", "data.poisoned=[37]", "run.accept_changes=true"]
-    assert ended(Launch(), place, words) == "0"
-    whole = curve(run, "loss_hex")
-    assert len(whole) == 12
-    assert points(run / "tensorboard") == [(line["step"], pytest.approx(line["loss"])) for line in lines(run, "train")]
-    said = (run / "logs" / "rank-0.log").read_text()
-    assert (
-        "step 5: the loss is nan; back to step 1, and on with what follows:\n  step 5, rank 0: samples 32, 33" in said
-    )
-    assert "went back   1 time to a checkpoint, and left out 32 samples" in said
-    status = json.loads((run / "status.json").read_text())
-    assert (status["executed"], status["goodput"]) == (17, 0.7059)  # steps 2 to 6 in vain
-    # killed after the save of step 7, which knows where in the data it is
-    shutil.rmtree(run / "checkpoints" / "step-00000012")
-    (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
-    assert ended(Launch(), place, words) == "0"
-    assert curve(run, "loss_hex") == whole
-
-
-def test_there_must_be_somewhere_to_go_back_to_and_not_for_ever(place: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = [*WORDS, *LENGTH, f"run.dir={run}", "loop.steps=40", "loop.on_nonfinite=rollback"]
-    said = ended(Launch(), place, [*words, "data.poisoned=[37]", "loop.save_every=7"])
-    assert said.startswith("step 5: the loss is nan. There is no checkpoint to go back to yet. "), said
-    assert curve(run) != []
-    # every batch after the second is broken
-    again = [*words, f"data.poisoned={[*range(16, 160, 8)]}", "loop.save_every=2", "run.resume=fresh"]
-    said = ended(Launch(), place, again)
-    assert said.startswith(
-        "step 3: the loss is nan. The run has gone back 3 times to step 2, and no save has followed. "
-    )
-    assert "samples 40, 41" in said, said  # 16, 24 and 32 were left out

@@ -16,7 +16,7 @@ from tests.processes import Processes
 from tests.quick import quickly
 from trainer.data.loader import Batch
 from trainer.launch.rendezvous import Launch
-from trainer.messages import BadStep
+from trainer.messages import NotFinite
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_statistics import find_not_finite, trained_tensors
 from trainer.records.checkpoint.manager import CheckpointManager
@@ -108,7 +108,7 @@ def ended(launch: Launch, place: Path, words: list[str]) -> str:
     sys.path.insert(0, str(place))
     try:
         return str(product(launch, place, words))
-    except BadStep as error:
+    except NotFinite as error:
         return str(error)
     finally:
         sys.path.remove(str(place))

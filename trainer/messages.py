@@ -4,9 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
-from math import inf
 from pathlib import Path
-from typing import NamedTuple
 
 _MAX_PROBLEMS = 10  # that one message shows
 
@@ -23,41 +21,20 @@ class BadData(FatalRunError):
     """A run reads a sample that it cannot use; the message says which sample, what is wrong with it, and what to do."""
 
 
-class BadStep(BadData):
-    """A step after which a run should not go on as if nothing had happened; all ranks raise it alike."""
+class NotFinite(BadData, FloatingPointError):
+    """A loss, a gradient or a weight is NaN or infinite; all ranks raise it alike.
 
-    saved = ""  # what is saved, and how to go on
-    advice = ""  # the end of the message
+    The message names step, ranks and samples as far as known.
+    """
 
-    def __init__(self, step: int, what: str, read: str, then: str = "", before: float = inf) -> None:
-        """`what` is wrong, first in this step; `read`: each rank's samples; `then`: why that ends the run.
-
-        before: checkpoints of earlier steps than this one are good.
-        """
-        super().__init__(f"{what}. {then}{self.saved}\nRead were:{read}\n{self.advice}")
-        self.step, self.what, self.read, self.before = step, what, read, before
-
-
-class NotFinite(BadStep, FloatingPointError):
-    """A loss, a gradient or a weight is NaN or infinite; the message names step, ranks and samples as far as known."""
-
-    saved = "Nothing of it is saved: the same command goes on from the newest checkpoint, if there is one."
-    advice = "Look for broken samples, a loss that divides by zero, a rate that is too high (optimizer.lr)"
-
-
-class LossJump(NamedTuple):
-    """A line whose loss has jumped."""
-
-    step: int  # of the line
-    since: int  # the step of the line before, whose loss was usual
-    what: str  # a sentence
-
-
-class LossSpike(BadStep):
-    """The loss has jumped, and `loop.on_spike` says to go back."""
-
-    saved = "The same command goes on from the newest checkpoint; with loop.on_spike=warn a jump is only told."
-    advice = "Look for wrong samples, a rate that is too high (optimizer.lr), a gradient to clip (loop.max_norm)"
+    def __init__(self, what: str, read: str, then: str = "") -> None:
+        """`what` is wrong; `read`: each rank's samples; `then`: why that ends the run."""
+        super().__init__(
+            f"{what}. {then}Nothing of it is saved: the same command goes on from the newest checkpoint, if there is"
+            f" one.\nRead were:{read}\nLook for broken samples, a loss that divides by zero, a rate that is too high"
+            " (optimizer.lr)"
+        )
+        self.what, self.read = what, read
 
 
 def join_problems(problems: Sequence[str]) -> str:

@@ -237,7 +237,7 @@ def test_a_plan_says_the_bytes_of_a_mean_step_and_what_is_kept_beside_the_networ
         ("precision=fp16", "a loss scale of its own"),
         ("strategy.every=4 ema.decay=0.9 ema.every=6", "use ema.every=4"),
         ("strategy.overlap=1 ema.decay=0.9 ema.every=50", "no step at which a rank has all"),
-        ("loop.on_nonfinite=skip", "use stop or rollback"),
+        ("loop.on_nonfinite=skip", "use stop"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, words: str, said: str) -> None:

@@ -66,8 +66,7 @@ class Loop:
     save_every: Intervals
     histograms_every: StepIntervals
     patience: Count | None  # evaluations
-    on_nonfinite: Literal["stop", "skip", "rollback"]
-    on_spike: Literal["warn", "rollback"]
+    on_nonfinite: Literal["stop", "skip"]
     eval_batch: Count | None
     peak_flops: Positive | None  # operations a second of one device
     deterministic: bool

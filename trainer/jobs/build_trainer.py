@@ -23,9 +23,8 @@ from trainer.learning.freezing import frozen_names, has_adapters
 from trainer.learning.intervals import Trigger
 from trainer.learning.optimizer import EMPTY_ERROR, parameter_groups, why_not_fused
 from trainer.learning.weight_switch import make_weight_switch
-from trainer.loop.loss_spikes import SPIKE_POLICIES
 from trainer.loop.media_logging import MediaLogger, NoMediaLogger, NoTextSample, TextSample
-from trainer.loop.progress import NONFINITE_POLICIES, Progress
+from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import Refusal, expand_home
 from trainer.parallel.ranks import Ranks
@@ -119,8 +118,6 @@ def make_trainer(
         progress=progress,
         profile=make_profile(run),
         media=make_media_logger(run, log),
-        on_nonfinite=NONFINITE_POLICIES[loop.on_nonfinite](),
-        spikes=SPIKE_POLICIES[loop.on_spike](),
     )
 
 

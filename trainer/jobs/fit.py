@@ -173,7 +173,7 @@ def record_end(
     replaced = gather_exceptions(run.strategy.world, run.data.replaced())
     # what it reached and where the time went, now that all steps are done and no line is under way
     table = summary_lines(run, trainer, perf_counter() - began) if launch.is_main else []
-    left_out = left_out_lines(trainer.model.scaler.skipped_steps(), trainer.progress)
+    left_out = left_out_lines(trainer.model.scaler.skipped_steps())
     best = best_lines(trainer.checkpoints) if done else []
     last = end_lines(run, trainer.metrics, step, done, ended)
     for line in (

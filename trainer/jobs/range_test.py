@@ -169,7 +169,7 @@ def prepare_without_folder(parts: RunParts, place: Path) -> PreparedRun:
     parts.open_folder = open_nothing
     run = prepare(parts)
     run.sinks = []
-    loop = replace(run.settings.loop, on_nonfinite="stop", on_spike="warn")
+    loop = replace(run.settings.loop, on_nonfinite="stop")
     run.settings = replace(run.settings, loop=loop, profile=None)
     return run
 

@@ -20,7 +20,6 @@ from trainer.launch.devices import accelerator_names
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import read_status
 from trainer.learning.freezing import count_trainable
-from trainer.loop.progress import Progress
 from trainer.loop.trainer import Trainer
 from trainer.messages import format_count, format_names, format_number
 from trainer.parallel.batch_norm import local_batch_norms
@@ -141,13 +140,9 @@ def replaced_lines(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     return [f"replaced    {format_count(len(every), 'sample')} that could not be read, others in their place: {which}"]
 
 
-def left_out_lines(skipped: int, progress: Progress) -> list[str]:
-    """How much of what was read has taught nothing, because a loss, a gradient or a weight was not finite."""
-    times, samples = format_count(progress.rollbacks, "time"), format_count(progress.left_out, "sample")
-    return [
-        *([f"left out    {format_count(skipped, 'step')} whose loss or gradient was not finite"] if skipped else []),
-        *([f"went back   {times} to a checkpoint, and left out {samples}"] if progress.rollbacks else []),
-    ]
+def left_out_lines(skipped: int) -> list[str]:
+    """How many steps have taught nothing, because a loss or a gradient was not finite."""
+    return [f"left out    {format_count(skipped, 'step')} whose loss or gradient was not finite"] if skipped else []
 
 
 def end_lines(

@@ -94,8 +94,7 @@ class StatusWriter:
         self._path = folder / STATUS_FILE
         # a checkpoint may be newer than the last report, which comes once a second at most: its steps were done, too
         self._executed = before.get("executed", 0) + max(0, resume_step - before.get("step", resume_step))
-        self._reported, self._step = -math.inf, resume_step  # when, by the clock; and what
-        self._repeated_steps = 0  # steps of this attempt that it did once more, having gone back
+        self._reported = -math.inf  # when, by the clock
         began, self._since = time.time() - age, time.monotonic() - age
         self._inherited = earlier_seconds(before, resume_step, began)
         start = {
@@ -114,13 +113,10 @@ class StatusWriter:
 
         spent: the seconds of this start by phase, as far as they are measured; the others were its beginning.
         """
-        # a run that goes back to a checkpoint does its steps once more
-        self._repeated_steps += max(0, self._step - step)
-        self._step = step
         if state == "running" and time.monotonic() < self._reported + REPORT_INTERVAL:
             return
         self._reported = time.monotonic()
-        done, useful = step - self._facts["resume_step"] + self._repeated_steps, step - self._facts["first_step"]
+        done, useful = step - self._facts["resume_step"], step - self._facts["first_step"]
         executed = self._executed + done
         status = {
             "state": state,
@@ -141,7 +137,7 @@ class StatusWriter:
         in_steps = sum(seconds for name, seconds in spent.items() if name != "save")
         step_s = in_steps / steps if steps > 0 else 0.0
         start = time.monotonic() - self._since - sum(spent.values())
-        here = {"start": start, **spent, "repeated": self._repeated_steps * step_s}
+        here = {"start": start, **spent}
         names = self._inherited | here
         total = {name: round(self._inherited.get(name, 0.0) + here.get(name, 0.0), 3) for name in names}
         return {"seconds": total, "step_s": round(step_s, 6)}

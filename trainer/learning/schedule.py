@@ -291,7 +291,7 @@ class TorchSchedule(Schedule):
     def at(self, step: int, epoch: int, done: float) -> float:
         """What the scheduler says, as a part of the optimizer's rate."""
         wanted = step if self.per == "step" else epoch
-        if wanted < self._stepped:  # the run went back: a scheduler cannot
+        if wanted < self._stepped:  # a scheduler cannot go back
             self._begin()
         for _ in range(self._stepped, wanted):
             self._scheduler.step()

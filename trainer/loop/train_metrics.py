@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import Batch, digest_indices
-from trainer.loop.loss_spikes import SpikeWatch
 from trainer.parallel.buckets import PendingSums, to_accumulator, to_summand
 from trainer.records.checkpoint.manager import CheckpointManager, NonFiniteSave
 from trainer.records.sinks import Log
@@ -28,28 +27,14 @@ from trainer.strategies.step_timing import NoUtilization
 class TrainMeter:
     """Sums of losses, which stay on the device, and a clock that stops during evaluations and saves."""
 
-    def __init__(
-        self, totals: Callable[..., PendingSums], global_batch: int, dtype: torch.dtype, carried: tuple[float, int]
-    ) -> None:
-        """totals: begins to add up sums over the data ranks; dtype: of the loss in `loss_hex`; carried: see `carry`."""
+    def __init__(self, totals: Callable[..., PendingSums], global_batch: int, dtype: torch.dtype) -> None:
+        """totals: begins to add up sums over the data ranks; dtype: of the loss in `loss_hex`."""
         self._totals, self._global_batch, self._dtype = totals, global_batch, dtype
         self._last: dict[str, Tensor] = {}
         self._sum: Tensor | float = 0.0
         self._steps: Tensor | int = 0
         self._tokens = 0
-        self._carried_sum, self._carried_steps = carried  # since the last line, as a checkpoint has it
         self.resume()
-
-    def carry(self) -> tuple[float, int]:
-        """Collective, at a save: what was added up since the last line, over all ranks; the sum, and of how many steps.
-
-        From here on these numbers are added to the next line, as they will be in a run that resumes: the same bits.
-        """
-        # the data ranks; one number
-        self._carried_sum += float(self._totals({"loss": to_accumulator(self._sum)}).read()["loss"])
-        self._carried_steps += int(self._steps)
-        self._sum, self._steps = 0.0, 0
-        return self._carried_sum, self._carried_steps
 
     def resume(self) -> None:
         """Start the clock again, after an evaluation or a save; the time since the last line is forgotten."""
@@ -81,16 +66,13 @@ class TrainMeter:
         """
         indices = torch.cat([batch.indices for batch in batches])  # (samples of this rank in the step,)
         counts = {"sample_digest": digest_indices(indices), "tokens": torch.tensor(self._tokens)}
-        steps = self._steps + self._carried_steps
-        sums = {**self._last, "loss_mean": to_accumulator(self._sum) / steps, **counts}
-        if self._carried_steps:
-            alike = {**alike, "carried": torch.as_tensor(self._carried_sum / steps, dtype=torch.float64)}
+        sums = {**self._last, "loss_mean": to_accumulator(self._sum) / self._steps, **counts}
         totals = self._totals(sums, alike)  # the data ranks; a few numbers
         elapsed = perf_counter() - self._since
         seconds = elapsed / max(self._timed, 1)
         speed = {"samples_per_s": self._global_batch / seconds, **work.metrics(batches[0].inputs, seconds)}
         facts = {**known, **speed, "step_s": seconds, "time": time()}
-        self._sum, self._steps, self._carried_sum, self._carried_steps = 0.0, 0, 0.0, 0
+        self._sum, self._steps = 0.0, 0
         self.resume()
         return PendingMetrics(totals, facts, elapsed, self._dtype)
 
@@ -108,7 +90,6 @@ class PendingMetrics:
         """The line, complete."""
         totals = self.totals.read()
         tokens = int(totals.pop("tokens"))
-        totals["loss_mean"] = totals["loss_mean"] + totals.pop("carried", 0.0)
         speed = {"tokens_per_s": tokens / self.seconds} if tokens else {}
         digest_bits = int(totals.pop("sample_digest")) & (1 << 64) - 1  # torch has no int64 without a sign
         metrics = {name: float(total) for name, total in totals.items()}
@@ -119,7 +100,7 @@ class PendingMetrics:
 
 
 class StepMonitor:
-    """Measures and checks the steps of one loop, since it began or went back to a checkpoint.
+    """Measures and checks the steps of one loop.
 
     Are numbers finite, are copies equal, does a rank hold up the others? The ranks ask each other at a line, and before
     a save.
@@ -133,12 +114,10 @@ class StepMonitor:
         checkpoints: CheckpointManager,
         log: Log,
         report: Callable[..., None],
-        spikes: SpikeWatch,
     ) -> None:
         """Collective: no step has been done yet."""
         self._model, self._checkpoints, self._log, self._report = model, checkpoints, log, report
-        self._spikes = spikes
-        self._meter = TrainMeter(strategy.totals, global_batch, strategy.machine.parameter_dtype, spikes.carried)
+        self._meter = TrainMeter(strategy.totals, global_batch, strategy.machine.parameter_dtype)
         self._pending: PendingMetrics | None = None
         self._lookout = strategy.lookout(model.scaler.allowed)
         self._copies, self._pace = strategy.copies(model.network), strategy.pace()
@@ -156,9 +135,9 @@ class StepMonitor:
         self._lookout.record(step, batches, parts["loss"], self._model.scaler.norm_to_check(norm))
 
     def check(self, broken: bool, failed: bool = False) -> None:
-        """Collective if a rank has found something, which all ranks know: BadStep, or a warning for a step left out.
+        """Collective if a rank has found something, which all ranks know: NotFinite, or a warning for a step left out.
 
-        failed: the present save has failed on a rank, or is to be waited for; then BadStep or FailedSave.
+        failed: the present save has failed on a rank, or is to be waited for; then NotFinite or FailedSave.
         """
         # the save first: what broke it is older than what a step has found since
         self.check_saved(self._checkpoints.finish_save(broken or failed))
@@ -179,12 +158,6 @@ class StepMonitor:
             return
         line, self._pending = self._pending.read(), None
         self._log.train(line)
-        # tensor ranks, too, may see a jump that another does not; all ranks go back if one does
-        if (jump := self._spikes.look(int(line["step"]), float(line["loss_mean"]))) is not None:
-            if self._spikes.goes_back:
-                self._lookout.note_jump(jump)
-            else:
-                self._log.say(f"note        {jump.what}: wrong samples, or too high a learning rate")
         # each tensor rank has its own sum: the others do not know yet what one of them finds here
         self._lookout.note(not math.isfinite(float(line["loss_mean"])))
         self._write_notes(self._pace.read())
@@ -195,12 +168,8 @@ class StepMonitor:
         for note in (*notes, *self._model.heard()):
             self._log.say(f"note        {note}")
 
-    def spike_state(self) -> dict[str, Any]:
-        """Collective where jumps are a reason to go back: what a checkpoint keeps, to find the same ones again."""
-        return self._spikes.state(self._meter.carry)
-
     def check_before_save(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Collective: BadStep or ReplicaDriftError if no run should go on from this state."""
+        """Collective: NotFinite or ReplicaDriftError if no run should go on from this state."""
         self.check(broken=False, failed=True)  # the save before this one
         self._lookout.check_before_save()
         self._write_notes(self._copies.check_before_save(step, state))

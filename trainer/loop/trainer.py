@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -18,11 +18,9 @@ from trainer.learning.optimizer import init_momentum, set_rates
 from trainer.learning.schedule import Schedule
 from trainer.learning.task import Task
 from trainer.loop.evaluation import evaluate, trial_evaluation
-from trainer.loop.loss_spikes import SpikeWatch
 from trainer.loop.media_logging import NoMediaLogger
-from trainer.loop.progress import Progress, RollBack, StopOnNonFinite
+from trainer.loop.progress import Progress
 from trainer.loop.train_metrics import StepMonitor
-from trainer.messages import BadStep, LossSpike, NotFinite
 from trainer.parallel.optimizer_state import is_optimizer_state
 from trainer.parallel.tensor_statistics import trained_tensors
 from trainer.records.checkpoint.manager import CheckpointManager
@@ -62,25 +60,17 @@ class Trainer:
     metrics: dict[str, float] | None = None  # of the last evaluation
     profile: NoProfiler = field(default_factory=NoProfiler)
     media: NoMediaLogger = field(default_factory=NoMediaLogger)
-    on_nonfinite: StopOnNonFinite = field(default_factory=StopOnNonFinite)  # or RollBack
-    spikes: SpikeWatch = field(default_factory=SpikeWatch)  # or RollBackOnSpike
-    on_spike: StopOnNonFinite = field(default_factory=RollBack)  # what such a jump leads to
 
     def fit(self, start: CheckpointInfo | None) -> bool:
         """Train to the end, from a checkpoint if there is one; False: stopped by a request, and saved."""
         self.begin(start)
-        while not self._is_over():  # once an epoch, and after each time that it goes back
-            try:
-                for batches in self.train_loader.epoch(self.progress.epoch, self.progress.position):
-                    self.train_step(batches)
-                    self.profile.step()
-                    if self._is_over():
-                        break
-                self._monitor.check(broken=False, failed=self._is_over())  # waits for the last save
-            except NotFinite as error:
-                self._roll_back(error, self.on_nonfinite)
-            except LossSpike as error:
-                self._roll_back(error, self.on_spike)
+        while not self._is_over():  # once an epoch
+            for batches in self.train_loader.epoch(self.progress.epoch, self.progress.position):
+                self.train_step(batches)
+                self.profile.step()
+                if self._is_over():
+                    break
+            self._monitor.check(broken=False, failed=self._is_over())  # waits for the last save
         self.checkpoints.finish()
         self.model.watch.lap_between("save")
         return self.finished and self.progress.owed is None
@@ -99,19 +89,12 @@ class Trainer:
         if self.eval_loader is not None:
             wanted = {"checkpoint.best": self.checkpoints.best, **self.schedule.watched_metrics}
             trial_evaluation(self.strategy, self.model, self.task, self.eval_loader, wanted)
-        self._reset_step_state()
+        self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
+        batch = self.train_loader.global_batch
+        self._monitor = StepMonitor(self.strategy, self.model, batch, self.checkpoints, self.log, self.report)
         self.evaluate_owed()
         if self.stop_after is not None:  # only now: an owed evaluation that takes longer would never be done
             self._stop_time = began + self.stop_after
-
-    def _reset_step_state(self) -> None:
-        """Collective: forget what was measured of steps; the next one begins at the present progress."""
-        self._stopped, self._log_clock, self._votes = False, False, self.strategy.votes()
-        batch = self.train_loader.global_batch
-        self._monitor = StepMonitor(
-            self.strategy, self.model, batch, self.checkpoints, self.log, self.report, self.spikes
-        )
-        self._origin = replace(self.progress)
 
     @property
     def finished(self) -> bool:
@@ -128,24 +111,8 @@ class Trainer:
         self.model.load_state(self.optimizer, tensors)
         vars(self.progress).update(checkpoint.state["progress"])
         self.schedule.load(checkpoint.state.get("schedule", {}))
-        self.spikes.load(checkpoint.state.get("spikes", {}))
         # with another batch size or a smaller set the epoch may have no whole batch left
         self.progress.begin_next_epoch(self.train_loader.global_batch, self.train_loader.length)
-
-    def _roll_back(self, error: BadStep, policy: StopOnNonFinite) -> None:
-        """Collective: go on from the newest good checkpoint, with samples after the bad step; or raise the error."""
-        self.model.forget(self.optimizer)  # first: reading needs the memory, and a long timeout
-        checkpoint = policy.choose_checkpoint(error, self.checkpoints.newest)
-        # later samples were read as well, but how many depends on when the error was noticed: they are not skipped
-        skipped = self._origin.after(error.step, self.train_loader.global_batch, self.train_loader.length)
-        self.report("running", self.progress.step)
-        self.resume(checkpoint)
-        init_momentum(self.optimizer)
-        self.progress.skip_to(skipped)
-        self._reset_step_state()
-        self.report("running", checkpoint.step)
-        self.log.rewind(checkpoint.step)
-        self.log.say(f"note        {error.what}; back to step {checkpoint.step}, and on with what follows:{error.read}")
 
     def evaluate_owed(self) -> None:
         """Collective: do the evaluation that a request to stop interrupted, and save again with its metrics."""
@@ -225,11 +192,9 @@ class Trainer:
         return metrics
 
     def save(self, metrics: dict[str, float] | None) -> None:
-        """Collective: save a checkpoint. BadStep or ReplicaDriftError instead of saving a broken network."""
+        """Collective: save a checkpoint. NotFinite or ReplicaDriftError instead of saving a broken network."""
         self._monitor.write()
         facts = {"progress": asdict(self.progress), "schedule": self.schedule.state(), "horizon": self.horizon}
-        if spikes := self._monitor.spike_state():
-            facts["spikes"] = spikes
         with self._settled():
             tensors = self.model.state(self.optimizer)
             self._monitor.check_before_save(self.progress.step, tensors)
@@ -250,11 +215,7 @@ class Trainer:
     def _settled(self) -> Iterator[None]:
         """Collective: inside, the network is ready for an evaluation or a save; afterwards for the next step."""
         self.model.settle()
-        try:
-            yield
-        except BadStep:  # raised on all ranks, and the run may go on; another error may be that of one rank
-            self.model.unsettle()
-            raise
+        yield
         self.model.unsettle()
 
     def _should_stop(self) -> bool:

@@ -259,7 +259,7 @@ class _RemoteRun:
 
         if not self._id:
             self._id = self._find_run() or self._create_run()
-        # steps that run again after a crash, or after going back, are there already, and a point that was sent stays
+        # steps that run again after a crash are there already, and a point that was sent stays
         metrics = [
             Metric(f"{kind}/{name}", float(value), when, line["step"])
             for kind, when, line in self._lines

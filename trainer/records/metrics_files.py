@@ -46,14 +46,6 @@ class MetricsFile(Sink):
             self._wanted = {"train": self._start, "eval": self._start - 1}
         self._append("eval", line)
 
-    def rewind(self, step: int) -> None:
-        """Take back the lines of steps after this one, also those that wait."""
-        last = {"train": step, "eval": step}
-        # lines still in memory are lines of the file to come
-        self._waiting = deque((line for line in self._waiting if _is_kept(parse_line(line), last)), maxlen=_MAX_WAITING)
-        self._wanted = {kind: min(step, self._wanted.get(kind, step)) for kind in last}
-        self.flush()
-
     def flush(self) -> None:
         """Write the lines that wait; Waiting where there is no room."""
         try:

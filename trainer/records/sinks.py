@@ -62,9 +62,6 @@ class Sink:
     def sample(self, text: str, step: int) -> None:
         """A text that a language model has written after an evaluation."""
 
-    def rewind(self, step: int) -> None:
-        """The run has gone back to this step: take back what was logged of later ones, for they come again."""
-
     def flush(self) -> None:
         """Write out everything that is buffered."""
 
@@ -128,5 +125,5 @@ class Log(Sink):
 
 
 # What a log adds nothing to goes to every sink as it is, so those verbs and their arguments are written once, in Sink.
-for _verb in ("train", "eval", "confusion", "histograms", "text", "sample", "rewind", "flush", "end"):
+for _verb in ("train", "eval", "confusion", "histograms", "text", "sample", "flush", "end"):
     setattr(Log, _verb, partialmethod(Log.each_sink, _verb))

@@ -90,18 +90,6 @@ class TensorBoard(Sink):
                 writer.add_scalar(tag, value, line["step"], walltime=line.get("time"))
             writer.flush()
 
-    def rewind(self, step: int) -> None:
-        """Let readers forget the points after this step: event files cannot be cut."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self._waiting = deque((entry for entry in self._waiting if entry[-1]["step"] <= step), maxlen=_MAX_WAITING)
-        self._images.forget(step)
-        refuse_full_disk(self._folder)
-        for writer in (self._train, self._eval):
-            files: Any = writer.file_writer  # as SummaryWriter itself does where it begins after a step
-            files.add_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
-            writer.flush()
-
     def images(self, tag: str, images: Tensor, step: int, words: Sequence[str] = ()) -> None:
         """Show images (B, C, H, W) in a grid, with words below them."""
         refuse_full_disk(self._folder)
@@ -184,10 +172,6 @@ class _ImageQueue:
         self._waiting[tag] = (draw, step)
         if not self._later:
             self._draw(tag)
-
-    def forget(self, step: int) -> None:
-        """Draw none that waits of a step after this one."""
-        self._waiting = {tag: entry for tag, entry in self._waiting.items() if entry[1] <= step}
 
     def catch_up(self) -> None:
         """Draw all that waits."""

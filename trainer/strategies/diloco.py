@@ -148,8 +148,7 @@ class DiLoCoModel(ParallelModel):
     @override
     def skip_broken_steps(self) -> None:
         raise Refusal(
-            "loop.on_nonfinite=skip: with strategy=diloco a rank would leave out steps that others do; use stop or"
-            " rollback"
+            "loop.on_nonfinite=skip: with strategy=diloco a rank would leave out steps that others do; use stop"
         )
 
     @override
@@ -231,11 +230,6 @@ class DiLoCoModel(ParallelModel):
         common |= {f"{ALL}{OPTIMIZER_PREFIX}{name}{ARRIVING}": x for name, x in self._arrived.items()}
         named = {self._own + name if name.startswith(OPTIMIZER_PREFIX) else name: x for name, x in mine.items()}
         return named | common
-
-    @override
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        self._receive([*self._under_way])  # nothing may be written to what is dropped
-        super().forget(optimizer)
 
     @override
     def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ def unflatten_output(flat: Forward) -> Forward:
 
 
 # what a training line has beside a loss and its parts
-_TAKEN = frozenset(["kind", "time", "step", "epoch", "lr", "samples", "tokens", "carried", "loss_mean", "loss_hex"])
+_TAKEN = frozenset(["kind", "time", "step", "epoch", "lr", "samples", "tokens", "loss_mean", "loss_hex"])
 _TAKEN |= {"sample_digest", "step_s", "samples_per_s", "tokens_per_s", "grad_norm"}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trainer.data.loader import Batch
-from trainer.messages import LossJump, LossSpike, NotFinite, format_names
+from trainer.messages import NotFinite, format_names
 from trainer.parallel.buckets import PendingSums, to_accumulator
 from trainer.parallel.ranks import Ranks
 
@@ -46,7 +46,6 @@ class NonFiniteCheck:
         self._ranks, self._allowed, self._has_found = ranks, allowed, False
         self._recorded: deque[RecordedStep] = deque(maxlen=MAX_RECORDED)
         self._reported: list[int] = []  # steps that were left out; the same on all ranks
-        self._jump: LossJump | None = None  # after which the run is to go back
 
     def record(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor | None) -> None:
         """Take the numbers of the step just done; `norm`: None if an infinite one is no fault."""
@@ -66,12 +65,8 @@ class NonFiniteCheck:
         """Somebody else has checked a number of this rank. All ranks learn of it with the next vote, or in a save."""
         self._has_found = self._has_found or is_broken
 
-    def note_jump(self, jump: LossJump) -> None:
-        """The loss of a line has jumped, as this rank sees it. All learn of it as of a number that is not finite."""
-        self._jump, self._has_found = self._jump or jump, True
-
     def check(self, any_rank_found: bool) -> None:
-        """Collective if a rank has found something, which all ranks know: NotFinite or LossSpike, alike on all.
+        """Collective if a rank has found something, which all ranks know: NotFinite, alike on all.
 
         If steps may be left out, a warning for each of them; NotFinite if there are too many.
         """
@@ -109,10 +104,7 @@ class NonFiniteCheck:
         tensors: those of a state that are not finite; until: the step of that state; later steps did not break it.
         """
         # all ranks; each has the losses of its own samples. The earliest step counts: it breaks all that follow
-        answers = self._ranks.all_gather_values((self._find_broken(), self._jump))
-        broken, jumps = [steps for steps, _ in answers], [jump for _, jump in answers if jump is not None]
-        if jumps and not tensors:
-            raise self._describe_jump(LossJump(*jumps[0]))
+        broken = self._ranks.all_gather_values(self._find_broken())
         then = f"More than {self._allowed} of {WINDOW} steps would be left out. " if self._allowed else ""
         for step in sorted(step for step in set().union(*broken) if step <= until)[: 1 + self._allowed]:
             error = self._describe_step(step, broken, [], then)
@@ -152,19 +144,7 @@ class NonFiniteCheck:
         is_doubtful = len(losses) == self._ranks.size and not self._had_norm(step - 1)
         steps = [step - 1, step] if is_doubtful else [step]
         read = [f"\n  step {at}, rank {rank}: samples {samples[rank][at]}" for at in steps for rank in ranks]
-        return NotFinite(step, f"step {step}: {what}", "".join(read), then)
-
-    def _describe_jump(self, jump: LossJump) -> LossSpike:
-        """Collective: the error of a jump. What was learned from the line before may be the cause, too."""
-        steps = range(max(jump.since, 1), jump.step + 1)
-        read = f"\n  the samples of the steps {steps[0]:,} to {jump.step:,}"
-        if len(steps) == 2:  # lines of one step: few enough to be named
-            # all ranks; each names its samples of these steps
-            samples = self._ranks.all_gather_values({at: self._samples(at) for at in steps})
-            read = "".join(
-                f"\n  step {at}, rank {rank}: samples {mine[at]}" for rank, mine in enumerate(samples) for at in steps
-            )
-        return LossSpike(jump.step, jump.what, read, before=jump.since)
+        return NotFinite(f"step {step}: {what}", "".join(read), then)
 
     def _samples(self, step: int) -> str:
         """Which samples this rank has read in a step."""

@@ -292,12 +292,6 @@ class ParallelModel:
         weights = {**self.network.state_dict(), **self.average.state(), **self.scaler.state()}
         return weights | optimizer_tensors(self.network, optimizer)
 
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop gradients and the optimizer's state, to make room for those of a checkpoint."""
-        self.strategy.use_long_timeout()  # for reading it
-        self.network.zero_grad()
-        optimizer.state.clear()
-
     def empty_state(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors to read a checkpoint into, placed as this rank needs them; `stored`: name → what has shape and dtype.
 

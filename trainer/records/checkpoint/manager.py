@@ -206,20 +206,11 @@ class CheckpointManager:
                 " goes on from the newest checkpoint"
             )
 
-    def newest(self, before: float = math.inf) -> CheckpointInfo | None:
-        """The newest checkpoint that is valid, None where there is none at all. Collective.
-
-        before: of an earlier step than this one. If there is one, the others go: the run takes them back.
-        """
+    def newest(self) -> CheckpointInfo | None:
+        """The newest checkpoint that is valid, None where there is none at all. Collective."""
         self.finish_save()
-        newest, rejected = open_newest(self.folder, self.ranks, self.required_state, before)
+        newest, rejected = open_newest(self.folder, self.ranks, self.required_state)
         self._rejected = set(rejected)
-        if newest is not None and self.ranks.is_main and before < math.inf:
-            # or a run that is killed before its next save would go on from one of them
-            later = [manifest.path for manifest in list_complete(self.folder) if manifest.step >= before]
-            for path in later:
-                remove_checkpoint(path)
-            self._mirror.take_back([path.name for path in later])
         # the main rank reads what is to be beaten and tells all: they must agree on whether a checkpoint is the best
         others = list_complete(self.folder, self._rejected) if self.ranks.is_main else []
         if self.ranks.is_main:

@@ -80,7 +80,7 @@ class ProgressFields(TypedDict):
     samples: Whole
     owed: NotRequired[Whole | None]
     stale: NotRequired[Whole]
-    rollbacks: NotRequired[Whole]
+    rollbacks: NotRequired[Whole]  # of older versions, which went back by themselves
     left_out: NotRequired[Whole]
 
 
@@ -88,7 +88,7 @@ def _check_progress(value: Any) -> dict[str, Any]:
     """Counts that can be true together: each step is of a sample or more, each epoch of a step or more."""
     counts: dict[str, Any] = convert(value, ProgressFields)
     for smaller, larger in (("epoch", "step"), ("step", "samples"), ("position", "samples")):
-        # what was passed over in going back moved epoch and position without a step
+        # what was passed over moved epoch and position without a step
         if counts[smaller] > counts[larger] + counts.get("left_out", 0) * (smaller != "step"):
             raise InvalidField(smaller, f"is {counts[smaller]:,}, more than progress.{larger}, {counts[larger]:,}")
     return counts

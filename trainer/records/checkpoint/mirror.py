@@ -30,9 +30,6 @@ class NoMirror:
     def update(self, rejected: Collection[Path] = ()) -> None:
         """Checkpoints have come or gone. rejected: those that were found corrupt; they count for nothing."""
 
-    def take_back(self, names: Collection[str]) -> None:
-        """The run has gone back to before these checkpoints: no start is to go on from them."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -56,7 +53,6 @@ class CheckpointMirror(NoMirror):
         self._rejected: Collection[Path] = ()  # of the folder
         # copies that the start has passed over, as they are later than what it goes on from; None: not looked yet
         self._damaged: set[str] | None = None
-        self._taken_back: set[str] = set()  # copies that are to go
         self._thread = Thread(target=self._work, name="mirror", daemon=True)
 
     def update(self, rejected: Collection[Path] = ()) -> None:
@@ -65,10 +61,6 @@ class CheckpointMirror(NoMirror):
         self._changed.set()
         if not self._thread.is_alive() and not self._ending.is_set():
             self._thread.start()
-
-    def take_back(self, names: Collection[str]) -> None:
-        """Remove these copies, at the next `update`."""
-        self._taken_back.update(names)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the last copy; after an error of the run only for a while. Says what is not there."""
@@ -127,11 +119,6 @@ class CheckpointMirror(NoMirror):
         if self._remote is None:
             self._remote = copies.read_manifests()
         remote = self._remote
-        # first: what a start must not find; a later save of the same step is copied anew
-        for name in sorted(self._taken_back):
-            copies.remove(name)
-            remote.pop(name, None)
-            self._taken_back.discard(name)
         while True:
             # anew after each copy: newer ones may have come meanwhile, and older ones may be gone
             here = {manifest.path.name: manifest for manifest in list_complete(self._folder, self._rejected)}

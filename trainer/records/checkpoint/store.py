@@ -75,17 +75,16 @@ def list_candidates(folder: Path) -> dict[Path, Manifest | None]:
 
 
 def open_newest(
-    folder: Path, ranks: Ranks, required_state: Collection[str] = (), before: float = math.inf
+    folder: Path, ranks: Ranks, required_state: Collection[str] = ()
 ) -> tuple[CheckpointInfo | None, list[Path]]:
     """The newest valid checkpoint of a folder, and the corrupt ones that were passed over. Collective.
 
-    required_state: what state.json must say; before: a step that it is earlier than. None where there is no such
-    checkpoint; where all are corrupt that is an error, not a fresh start.
+    required_state: what state.json must say. None where there is no checkpoint; where all are corrupt that is an error,
+    not a fresh start.
     """
     # the main rank's list is everybody's: others may not see yet what was just renamed
     # all ranks; the main one sends the names of the candidates
-    candidates = list_candidates(folder).items() if ranks.is_main else ()
-    names = ranks.broadcast_value([path.name for path, there in candidates if there is None or there.step < before])
+    names = ranks.broadcast_value([path.name for path in list_candidates(folder)] if ranks.is_main else [])
     problems: dict[Path, str] = {}
     # all ranks try the same one, and give it up together
     for path in (folder / name for name in names):
