@@ -16,7 +16,7 @@ from recipes.vision.augment import Augment
 from recipes.vision.digits import Digits
 from tests.inside import here, product
 from tests.processes import Processes
-from tests.test_class_renumbering import COLOURS, TRAINING, colours
+from tests.test_class_names import COLOURS, TRAINING, colours
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainer.data.class_renumbering import renumber_classes
+from trainer.data.class_names import refuse_other_classes
 from trainer.data.data import Data, Preparation
 from trainer.data.nested_tensors import cast_floats, map_tensors, tensors
 from trainer.jobs.preparation import seeded_network
@@ -260,12 +260,10 @@ def _describe_file(
 def class_names(run: RunParts, which: Which) -> list[str]:
     """What each class is called: as the checkpoint says it, else as the data does; by its number where it has no name.
 
-    None where there are no classes. Refusal where the data has a class that the checkpoint does not know.
+    None where there are no classes. Refusal where the data has other classes than the checkpoint.
     """
-    # a checkpoint counts more: its numbers are those that the network gives
     names, names_of_data = checkpoint_class_names(run, which), data_class_names(run.data)
-    if names_of_data:
-        renumber_classes(run.data, names)
+    refuse_other_classes(names_of_data, names)
     names = names or names_of_data
     return names + [str(number) for number in range(len(names), getattr(run.data, "num_classes", None) or 0)]
 

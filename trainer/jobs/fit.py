@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from trainer.data.class_renumbering import read_class_names
+from trainer.data.class_names import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_mirror, make_trainer
 from trainer.jobs.doctor.host_facts import software_versions
 from trainer.jobs.out_of_memory import give_back_freed_memory, is_memory_tight, keep_freed_memory, memory_advice

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from trainer.configuration.removed_words import in_todays_words
-from trainer.data.class_renumbering import format_class_names, read_class_names
+from trainer.data.class_names import format_class_names, read_class_names
 from trainer.data.data import Data
 from trainer.data.sampler import dataset_size
 from trainer.jobs.batch_sizes import RunLength

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.data.class_renumbering import read_class_names, renumber_classes
+from trainer.data.class_names import read_class_names, refuse_other_classes
 from trainer.data.data import Data
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader
@@ -80,7 +80,7 @@ def load_run(
     """
     launch, strategy = run.machine.launch, run.strategy
     prepare_process(run)
-    # is there a checkpoint? its classes count: the data may have others, or others' numbers
+    # is there a checkpoint? its classes count: the data may have others
     classes = broadcast_from_main(launch, "checkpoint", lambda: checkpoint_class_names(run, which))
     samples = read_samples(run, split, launch, classes) if inputs is None else read_inputs(run, inputs)
     network = prepare_network(run, partial(evaluation_example, run, samples)).network
@@ -140,9 +140,9 @@ def run_folder(run: RunParts) -> Path:
 def read_samples(run: RunParts, split: Split, launch: Launch, classes: Sequence[str] = ()) -> Any:
     """The data set of this split; Refusal where there is none. Collective over these processes: one reads it first.
 
-    classes: those that the run has learned; the numbers of the data, and of `run.data` from now on, become theirs.
+    classes: those that the run has learned. Refusal where the data has others.
     """
-    run.data = renumber_classes(run.data, classes)
+    refuse_other_classes(read_class_names(run.data), classes)
 
     def read() -> Any:
         if split == "evaluation":
