@@ -1,0 +1,148 @@
+"""Mistakes that are made on purpose, one after the other, in a scratch checkout: which tests notice them?
+
+    python -m tests.baseline.mistakes CHECKOUT RESULTS.json [NAME...]           try those that RESULTS does not have yet
+    python -m tests.baseline.mistakes CHECKOUT RESULTS.json --quick [NAME...]   those that lived, with the quick suite
+    python -m tests.baseline.mistakes --table RESULTS.json [OTHER.json]         as a table; what OTHER.json has lost
+
+Each file of `mistakes/` is a patch whose first line says what is wrong: planted ones, and fixes of the past taken back.
+One at a time is applied to CHECKOUT, which is clean and no place of work, and is taken back. The tests are those that
+came with a fix (its second line), then those whose imports lie nearest to the files of the patch, long ones included.
+A result is written after each; stop and begin again as you like. Where a patch no longer fits, write the mistake anew,
+in the code of today.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent / "mistakes"
+PATIENCE, QUICK_PATIENCE = 240, 1800  # seconds for all tests of a mistake
+MOST = 8  # files of tests
+WIDE = ["tests/strategies/test_contract.py"]  # for what many strategies share
+
+
+def modules(path: Path) -> set[str]:
+    """The dotted names of what a file of Python imports, and of what it names in a text."""
+    text = path.read_text()
+    found: set[str] = set(re.findall(r"\b(?:trainer|recipes|tests)(?:\.\w+)+", text))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return found
+
+
+def nearest_tests(checkout: Path, changed: list[str]) -> list[str]:
+    """Test files by their distance from files of the program: named like one, importing one, by way of a helper."""
+    wanted = {file.removesuffix(".py").replace("/", ".") for file in changed}
+    words = [set(re.findall("[a-z0-9]+", file)) for file in changed]
+    imports = {str(path.relative_to(checkout)): modules(path) for path in sorted((checkout / "tests").rglob("*.py"))}
+    helpers = {file.removesuffix(".py").replace("/", ".") for file, names in imports.items() if _meets(names, wanted)}
+    ranked: list[tuple[int, int, str]] = []
+    for file, names in imports.items():
+        if Path(file).name.startswith("test_"):
+            own = set(Path(file).stem.removeprefix("test_").split("_"))
+            named = any(own <= each for each in words)
+            distance = 0 if named else 1 if _meets(names, wanted) else 2 if _meets(names, helpers) else 3
+            # of equals the one that imports least: it is about this, the others touch it
+            ranked.append((distance, sum(name.startswith("trainer") for name in names), file))
+    shared = any(file.startswith(("trainer/strategies", "trainer/parallel", "trainer/data")) for file in changed)
+    near = {at: [file for distance, _, file in sorted(ranked) if distance == at] for at in range(3)}
+    return list(dict.fromkeys([*near[0], *(WIDE if shared else []), *near[1], *near[2]]))[:MOST]
+
+
+def _meets(names: set[str], wanted: set[str]) -> bool:
+    """Is one of these names one of those, or something in it?"""
+    return any(name == each or name.startswith(f"{each}.") for name in names for each in wanted)
+
+
+def run_tests(checkout: Path, words: list[str], patience: float) -> dict[str, Any]:
+    """Run them until one fails or time is over: what it was, and how long it took."""
+    command = [str(checkout / ".venv/bin/python"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **GROUP)
+    try:
+        said = process.communicate(timeout=patience)[0].decode(errors="replace")
+        in_time = True
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, in_time = process.communicate()[0].decode(errors="replace"), False
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.MULTILINE)
+    ended = {"seconds": round(time.monotonic() - began), "in_time": in_time}
+    passed = re.search(r"(\d+) passed", said)
+    ended |= {"passed": int(passed[1]) if passed else said.count(".")}
+    if failed or (in_time and process.returncode in (1, 2, 3, 4)):
+        return {"died": failed[1] if failed else said.strip().splitlines()[-1][:200], **ended}
+    return {"died": None, **ended}
+
+
+GROUP: dict[str, Any] = {"start_new_session": True, "stdin": subprocess.DEVNULL}
+
+
+def try_one(checkout: Path, patch: Path, quick: bool) -> dict[str, Any]:
+    """Make the mistake, run the tests, and take it back; a test that fails without it, too, does not count."""
+    git = ["git", "-C", str(checkout)]
+    assert not subprocess.check_output([*git, "status", "--porcelain", "-uno"]), f"{checkout} has changes of its own"
+    said = patch.read_text().splitlines()[1].partition("tests: ")[2].split()
+    changed = re.findall(r"^\+\+\+ b/(.*)$", patch.read_text(), re.MULTILINE)
+    tests = list(
+        dict.fromkeys([*(file for file in said if (checkout / file).exists()), *nearest_tests(checkout, changed)])
+    )
+    words = ["-n", "auto"] if quick else ["-n", "0", "--long", *tests]
+    while True:
+        applied = subprocess.run([*git, "apply", "-C1", str(patch)], capture_output=True, text=True)
+        if applied.returncode:
+            return {"fits": False, "died": None, "why": applied.stderr.splitlines()[0]}
+        try:
+            found = run_tests(checkout, words, QUICK_PATIENCE if quick else PATIENCE)
+        finally:
+            subprocess.run([*git, "checkout", "-q", "--", "."], check=True)
+        if not found["died"] or "::" not in found["died"]:
+            break
+        if not run_tests(checkout, ["-n", "0", found["died"]], PATIENCE)["died"]:
+            break
+        words += ["--deselect", found["died"]]
+    return {"tests": "quick" if quick else tests, **found}
+
+
+def table(results: dict[str, Any], other: dict[str, Any]) -> str:
+    """A row for each mistake; with other results, whether that one lives now."""
+    lines = ["| mistake | what is wrong | dies in | seconds |", "| --- | --- | --- | --- |"]
+    for name, found in results.items():
+        died = found["died"] or ("**lived**" if found.get("in_time") else "**lived so far**: time was over")
+        if other.get(name, {}).get("died", found["died"]) is None and found["died"]:
+            died += " — **lives now**"
+        lines.append(f"| `{name}` | {found['what']} | {died} | {found.get('seconds', '')} |")
+    return "\n".join([*lines, "", f"{sum(bool(x['died']) for x in results.values())} of {len(results)} died."])
+
+
+def main() -> None:
+    """Try what is asked for."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    if "--table" in sys.argv:
+        read = [json.loads(Path(word).read_text()) for word in words]
+        print(table(read[0], read[1] if len(read) > 1 else {}))
+        return
+    checkout, file, quick = Path(words[0]).resolve(), Path(words[1]).resolve(), "--quick" in sys.argv
+    for patch in sorted(HERE.glob("*.patch")):
+        results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        name, before = patch.stem, results.get(patch.stem)
+        again = quick and before and not before["died"] and before.get("tests") != "quick"
+        if (words[2:] and name not in words[2:]) or (before and not again):
+            continue
+        results[name] = {"what": patch.read_text().splitlines()[0], **try_one(checkout, patch, quick)}
+        rows = [f"{json.dumps(one)}: {json.dumps(found)}" for one, found in sorted(results.items())]
+        file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+        print(name, results[name]["died"] or "lived", f"{results[name].get('seconds')} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
