@@ -34,13 +34,10 @@ SEVERAL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 def main() -> NoReturn:
     """Set up what is missing, then become the program that was asked for."""
     goal, words = sys.argv[1], sys.argv[2:]
-    began = time.monotonic()
     if not is_ready(goal):
         with one_at_a_time():
             if not is_ready(goal):
                 set_up(goal)
-        # what becomes of this process is as old as it: the installation is no part of how long a run takes to start
-        os.environ["TRAINER_AGE"] = str(began - time.monotonic())
     sys.stdout.flush()
     if goal == "test":
         os.chdir(CHECKOUT)

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 
 from tests.commands import ROOT
-from trainer.api import build_decided_run, run_doctor_job, run_report_job
+from trainer.api import build_decided_run, run_doctor_job
 from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import compose
-from trainer.configuration.job_kinds import is_doctor_job, is_report_job
+from trainer.configuration.job_kinds import is_doctor_job
 from trainer.launch import failure
 from trainer.launch.rendezvous import Launch
 from trainer.records import folder_lock
@@ -30,9 +30,7 @@ def product(launch: Launch, place: Path, words: list[str]) -> int:
         words = ["device=cpu", "log=[]", *words]
         if parse_command_line(words).multirun:
             return run_sweep(words, launch)
-        if is_report_job(cfg := compose(words)):
-            return run_report_job(cfg, launch)
-        if is_doctor_job(cfg):
+        if is_doctor_job(cfg := compose(words)):
             return run_doctor_job(cfg, launch)
         run = build_decided_run(words, launch, cfg)
         with patch("trainer.jobs.fit.keep_freed_memory"):  # or all tests would keep what the largest network has freed

@@ -80,8 +80,6 @@ def test_a_refusal_is_an_exception_and_an_error_is_itself(place: Path) -> None:
     assert [frame.name for frame in traceback.extract_tb(refused.tb)][1:] == ["run"]
     with pytest.raises(trainer.Refusal, match=r"one text.*trainer\.run\(\['model=mlp', 'loop\.steps=3'\]\)"):
         trainer.run("model=mlp loop.steps=3")
-    with pytest.raises(trainer.Refusal, match=r"add run\.dir=FOLDER"):
-        trainer.run(["job=report"])
     with pytest.raises(trainer.Refusal, match=r"model\._target_: __main__\.Net is written in a notebook's cell"):
         trainer.run([*WORDS, "model._target_=__main__.Net"])
     with pytest.raises(trainer.Refusal, match="global_batch 101 / 2 data ranks"):

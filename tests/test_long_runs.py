@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, lines
+from tests.commands import SMALL
 from tests.inside import product
-from trainer.jobs.goodput_report import read_costs
 from trainer.launch.rendezvous import Launch
 
 HOLE = 2**36  # bytes without a line break, of which the disk holds none: who reads them has no memory left
@@ -39,24 +37,3 @@ def test_gigabytes_of_earlier_steps_are_not_read(tmp_path: Path, evaluation: str
         file.seek(HOLE + 1)
         assert b"\0" not in (tail := file.read())
     assert tail.count(b"\n") >= 11
-
-
-@pytest.mark.long
-def test_a_hundred_thousand_starts_are_counted_at_the_end_and_listed_in_a_report(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = [*SMALL, "loop.global_batch=8", "loop.steps=1", "schedule=constant", "run.dir=run"]
-    assert product(Launch(), tmp_path, words) == 0
-    (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
-    before = {"state": "failed", "reason": "killed", "step": 1, "time": start["began"], "seconds": {}}
-    rows = [json.dumps({**start, "attempt": number, "before": before}) + "\n" for number in range(2, 3_001)]
-    with (run / "starts.jsonl").open("a") as file:
-        file.writelines(rows)
-    assert product(Launch(), tmp_path, [*words, "loop.steps=2"]) == 0
-    costs = read_costs(run)
-    assert costs is not None
-    assert (costs["attempts"], costs["restarts"]) == (3_001, 2_999)
-    assert "restarts    2999 of 3001 starts" in (run / "logs/rank-0.log").read_text().replace(",", "")
-    assert product(Launch(), tmp_path, ["run.dir=run", "job=report"]) == 0
-    report = json.loads((run / "report/report.json").read_text())
-    assert (len(report["starts"]), report["starts"][7]["because"]) == (3_001, "killed")
-    assert [line["step"] for line in lines(run, "train")] == [1, 2]

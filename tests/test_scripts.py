@@ -226,11 +226,7 @@ build_wheel = build_editable
 """
 
 
-# says also whether the time of a set-up is taken off the age of the process
-LAUNCH = """
-import os, sys
-print(sys.prefix, *sys.argv[1:], "younger" if float(os.environ.get("TRAINER_AGE", 0)) < 0 else "as old as it is")
-"""
+LAUNCH = "import sys; print(sys.prefix, *sys.argv[1:])"
 
 
 @pytest.fixture
@@ -271,10 +267,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 def test_set_up_once_for_all_who_call(checkout: Path) -> None:
     both = [train(checkout, "a word"), train(checkout, "a word")]
     outputs = [finish(process) for process in both]
-    assert [out for out, _ in outputs] == [f"{checkout / '.venv'} a word younger\n"] * 2
+    assert [out for out, _ in outputs] == [f"{checkout / '.venv'} a word\n"] * 2
     assert sum("set up in" in errors for _, errors in outputs) == 1
     before = (checkout / ".venv" / "ready.json").stat()
-    assert finish(train(checkout)) == (f"{checkout / '.venv'} as old as it is\n", "")
+    assert finish(train(checkout)) == (f"{checkout / '.venv'}\n", "")
     assert (checkout / ".venv" / "ready.json").stat() == before
 
 
@@ -303,7 +299,7 @@ def test_a_checkout_that_was_moved_sets_up_again(checkout: Path) -> None:
     (checkout / ".venv" / "ready.json").write_text(json.dumps(facts))
     (checkout / ".venv" / "names the old place").touch()
     out, errors = finish(train(checkout))
-    assert out == f"{checkout / '.venv'} younger\n"
+    assert out == f"{checkout / '.venv'}\n"
     assert "set up in" in errors
     assert not (checkout / ".venv" / "names the old place").exists()
 

@@ -72,7 +72,6 @@ def link(path: Path, goal: Path) -> None:
             "logs/rank-0.log",
             "metrics.jsonl",
             "status.json",
-            "starts.jsonl",
             "config.yaml",
             "config.1.yaml",
         ),
@@ -110,8 +109,6 @@ def test_a_link_to_no_file_makes_none(run: Path, tmp_path: Path) -> None:
         ("export/", "job=export"),
         ("export/.model.safetensors", "job=export"),
         ("export/model.pt2", "job=export job.format=pt2"),
-        ("report/", "job=report"),
-        ("report/report.json", "job=report"),
         ("verify/", "job=verify job.steps=1"),
         ("verify/trial/", "job=verify job.steps=1"),
         ("verify/reference.trial/", "job=verify job.steps=1"),
@@ -139,7 +136,6 @@ def test_the_user_s_own_links_lead_to_the_run_s_folder(run: Path, tmp_path: Path
     assert json.loads((run / "status.json").read_text())["step"] == 8
     assert here(f"run.root={tmp_path / 'root'}", "run.name=short", "job=evaluate") == 0
     assert (run / "evaluate" / "metrics.jsonl").is_file()
-    assert here(f"run.dir={tmp_path / 'short'}", "job=report") == 0
     out = tmp_path / "out" / "model.safetensors"
     assert here(f"run.dir={tmp_path / 'short'}", "job=export", f"job.out={out}") == 0
     assert out.is_file()

@@ -19,12 +19,11 @@ from trainer.api import (
     processes_to_start,
     run_doctor_job,
     run_in_processes,
-    run_report_job,
 )
 from trainer.configuration import resource_paths
 from trainer.configuration.command_line import parse_command_line
 from trainer.configuration.compose import compose
-from trainer.configuration.job_kinds import is_doctor_job, is_report_job, needs_reference, open_keys
+from trainer.configuration.job_kinds import is_doctor_job, needs_reference, open_keys
 from trainer.launch import failure
 from trainer.launch.child_processes import (
     ForkedProcess,
@@ -39,7 +38,6 @@ from trainer.launch.child_processes import (
 from trainer.launch.launcher_environment import read_launch
 from trainer.launch.rank_output import say
 from trainer.launch.rendezvous import Launch
-from trainer.launch.run_status import process_age
 from trainer.messages import Refusal
 
 
@@ -63,8 +61,6 @@ def main() -> None:
             code, _, _ = run_in_processes(
                 arguments, cfg, count, partial(_fork_rank, cfg) if can_fork(cfg.device) else start_program
             )
-        elif is_report_job(cfg):
-            code = run_report_job(cfg, launch)
         elif is_doctor_job(cfg):
             code = run_doctor_job(cfg, launch)
         # this process is the run, or one rank of it
@@ -97,11 +93,9 @@ def _fork_rank(
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]  # OpenMP reads it once, as torch is imported
     _import_for_ranks(cfg)
-    # a rank that is started again has no imports to wait for
-    age = process_age() if environment["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0
 
     def target() -> None:
-        set_up_forked_child(arguments, {**environment, "TRAINER_AGE": str(age)}, stdout, stderr)
+        set_up_forked_child(arguments, environment, stdout, stderr)
         main()
 
     return ForkedProcess(target)

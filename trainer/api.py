@@ -108,10 +108,7 @@ def _run_once(arguments: list[str]) -> Result:
         launch = read_launch()
         count = processes_to_start(cfg, launch)
         # the folder is chosen here, because the results of the run are read from it afterwards
-        if job_kinds.is_report_job(cfg):
-            folder = job_kinds.report_folder(cfg)
-        else:
-            folder = job_kinds.examined_folder(cfg) if job_kinds.is_doctor_job(cfg) else choose_run_folder(cfg, launch)
+        folder = job_kinds.examined_folder(cfg) if job_kinds.is_doctor_job(cfg) else choose_run_folder(cfg, launch)
         arguments.append(f"run.dir={quote_value(str(folder))}")
         cfg.run.dir = str(folder)
         # Python calls signal handlers in the main thread alone
@@ -125,8 +122,6 @@ def _run_once(arguments: list[str]) -> Result:
 
 def _run_in_this_process(arguments: Sequence[str], launch: Launch, cfg: DictConfig) -> int:
     """The exit code. The process keeps nothing of the run: no log file, no lock, no group of processes, no mode."""
-    if job_kinds.is_report_job(cfg):
-        return run_report_job(cfg, launch)
     with preserve_process_state():
         if job_kinds.is_doctor_job(cfg):
             return run_doctor_job(cfg, launch)
@@ -237,7 +232,7 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     Refusal where a launcher has started it, or where restarts are asked for and nothing is started.
     """
     # a child that was started for this very key must not start others
-    if launch.is_local_child or job_kinds.is_report_job(cfg):
+    if launch.is_local_child:
         return 0
     restarts = cfg.distributed.restarts
     if cfg.processes is None:
@@ -291,13 +286,6 @@ def run_doctor_job(cfg: DictConfig, launch: Launch) -> int:
     machine.check()
     machine.refuse_shared_devices()
     return doctor(machine, job_kinds.examined_folder(cfg))
-
-
-def run_report_job(cfg: DictConfig, launch: Launch) -> int:
-    """Do the job `report`, on the main rank; the exit code. Refusal where there is no such run."""
-    from trainer.jobs.goodput_report import Report
-
-    return Report()(job_kinds.report_folder(cfg)) if launch.is_main else 0
 
 
 def choose_run_folder(cfg: DictConfig, launch: Launch) -> Path:

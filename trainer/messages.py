@@ -82,6 +82,14 @@ def format_duration(seconds: float) -> str:
     return text.removeprefix("0:").removeprefix("0") if text.startswith("0:") else text
 
 
+def format_seconds(seconds: float) -> str:
+    """A time with as many digits as matter."""
+    # 1:40 and more as a clock shows it; below, three digits
+    if seconds >= 100:
+        return format_duration(seconds)
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 # control characters, what reverses the direction of a line, ends of lines, and halves of characters
 _INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # the same but for tabs and ends of lines

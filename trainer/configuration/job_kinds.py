@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.schema import parse_settings
 from trainer.launch.safe_files import resolve_links
-from trainer.messages import Refusal, expand_home
+from trainer.messages import expand_home
 
 _RANGE_TEST = "trainer.jobs.range_test.RangeTest"
 _TRAINING_JOBS = ("trainer.jobs.fit.Fit", "trainer.verify.job.Verify", _RANGE_TEST)
@@ -17,19 +17,6 @@ _TRAINING_JOBS = ("trainer.jobs.fit.Fit", "trainer.verify.job.Verify", _RANGE_TE
 def opens_trained_run(cfg: DictConfig) -> bool:
     """Does the job begin with a checkpoint of a run, and so with that run's configuration?"""
     return OmegaConf.select(cfg, "job.checkpoint") is not None
-
-
-def is_report_job(cfg: DictConfig) -> bool:
-    """Does the job only read the files of a run? Then nothing is built for it, and torch is not imported."""
-    return cfg.job.get("_target_") == "trainer.jobs.goodput_report.Report"
-
-
-def report_folder(cfg: DictConfig) -> Path:
-    """The folder that the job `report` reads. Refusal where no run is named."""
-    run = parse_settings(cfg).run
-    if run.dir is None and run.name is None:
-        raise Refusal("job=report reads the files of a run: add run.dir=FOLDER, the folder of that run")
-    return resolve_links(expand_home(run.dir if run.dir is not None else f"{run.root}/{run.name}"))
 
 
 def is_doctor_job(cfg: DictConfig) -> bool:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.configuration.command_line import CommandLine, override_text, parse_command_line, parse_overrides
 from trainer.configuration.compose import compose, compose_with_hydra, open_config_dirs, quote_value
-from trainer.configuration.job_kinds import is_doctor_job, is_report_job, opens_trained_run
+from trainer.configuration.job_kinds import is_doctor_job, opens_trained_run
 from trainer.configuration.key_checks import list_options
 from trainer.configuration.key_types import Count
 from trainer.configuration.removed_words import removed_word
@@ -193,7 +193,7 @@ def _compose_all(commands: Sequence[Sequence[str]]) -> DictConfig:
         raise Refusal(join_problems([*dict.fromkeys(problems)]))
     if is_doctor_job(configs[0]):
         raise Refusal("-m trains several runs, and job=doctor examines the machines once: leave out -m")
-    if opens_trained_run(configs[0]) or is_report_job(configs[0]):
+    if opens_trained_run(configs[0]):
         raise Refusal("-m trains several runs in one folder; a job that opens a run takes one run.dir: leave out -m")
     return configs[0]
 

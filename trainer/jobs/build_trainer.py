@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,6 @@ from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.flops import make_utilization
-from trainer.jobs.goodput_report import write_status
 from trainer.jobs.plan_comparison import PlanComparison
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
@@ -90,6 +88,11 @@ def make_trainer(
     _leave_out_frozen(run, model.network, checkpoints)
     comparison.begin(model.network)
     evaluation = make_evaluation(run)
+
+    def report(state: str, step: int, reason: str | None = None) -> None:
+        run.folder.report(state, step, reason)
+        comparison.note(model.watch, ended=state != "running")
+
     return Trainer(
         strategy=strategy,
         model=model,
@@ -100,7 +103,7 @@ def make_trainer(
         eval_loader=evaluation,
         checkpoints=checkpoints,
         log=log,
-        report=partial(write_status, run.folder, model.watch, comparison),
+        report=report,
         stop=lambda: stop.raised,  # by a signal, on this rank
         steps=run.length.steps,
         horizon=run.length.steps,  # for which the schedule computes rates

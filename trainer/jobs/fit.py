@@ -32,7 +32,6 @@ from trainer.jobs.run_parts import Job, PreparedRun, RunParts
 from trainer.launch import failure, rank_output
 from trainer.launch.devices import accelerator_names
 from trainer.launch.hang_detection import make_watchdog
-from trainer.launch.run_status import process_age
 from trainer.launch.stop_signals import StopRequest, stopped_elsewhere_only
 from trainer.launch.store_collectives import broadcast_from_main
 from trainer.loop.progress import Progress
@@ -147,7 +146,7 @@ def record_start(run: PreparedRun, start: CheckpointInfo | None, changed: Sequen
     step = start.step if start else 0
     # what runs, then that it runs: whoever sees `running` finds the rest
     folder.write_start_files(run.configuration, run.arguments, describe_environment(run))
-    folder.begin(step, strategy.world.size, strategy.name, process_age() if run.machine.launch.owns_process else 0.0)
+    folder.begin(step, strategy.world.size, strategy.name)
     # what was logged after the step to go on from will be logged again
     log.open(folder.path, step, length.steps, -(-length.steps // length.per_epoch))
     log.text("configuration", run.configuration)

@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.configuration.command_line import add_overrides, code_arguments, quote_path
 from trainer.data.sampler import dataset_size
-from trainer.jobs.goodput_report import cost_lines, format_seconds, read_costs
 from trainer.jobs.resume_decision import resume_lines
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.devices import accelerator_names
@@ -21,7 +21,7 @@ from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import read_status
 from trainer.learning.freezing import count_trainable
 from trainer.loop.trainer import Trainer
-from trainer.messages import format_count, format_names, format_number
+from trainer.messages import format_count, format_names, format_number, format_seconds
 from trainer.parallel.batch_norm import local_batch_norms
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.records.checkpoint.manifest import CheckpointInfo
@@ -216,13 +216,14 @@ def launcher_command(launch: Launch) -> str:
 def summary_lines(run: PreparedRun, trainer: Trainer, whole: float) -> list[str]:
     """What the main rank says of the run; whole: seconds since this start of it began."""
     folder, watch, step = run.folder.path, trainer.model.watch, trainer.progress.step
+    status = read_status(folder) or {}
     # not the step less those that were done here: some may have been done twice
-    before = (read_status(folder) or {}).get("resume_step", 0)
+    before = status.get("resume_step", 0)
     return [
         *metric_lines(folder / "metrics.jsonl", trainer.checkpoints, evaluated=run.evaluation is not None),
         *time_lines(watch, whole, before, step),
         *throughput_lines(watch, whole, trainer.train_loader.global_batch),
-        *(cost_lines(costs) if (costs := read_costs(folder)) else []),
+        *goodput_lines(status),
         *summary_notes(before, ahead=run.strategy.device.type != "cpu"),
     ]
 
@@ -269,6 +270,15 @@ def throughput_lines(watch: StepTimer, whole: float, batch: int) -> list[str]:
     # both are counted by the host: work that a GPU has still to do is seen by the second alone
     steady = watch.measured * batch / sum(watch.elapsed[name] for name in STEP_PHASES)
     return [f"throughput  {steady:,.0f} samples/s in the steps, {watch.steps * batch / whole:,.0f} overall"]
+
+
+def goodput_lines(status: dict[str, Any]) -> list[str]:
+    """How much of all starts' steps was of use, where some were done again after a failure."""
+    executed, goodput = status.get("executed", 0), status.get("goodput", 1.0)
+    again = executed - round(executed * goodput)
+    if not again:
+        return []
+    return [f"goodput     {100 * goodput:.1f} %: {again:,} of {format_count(executed, 'step')} were done again"]
 
 
 def summary_notes(before: int, ahead: bool) -> list[str]:

@@ -158,21 +158,16 @@ class RunFolder:
             text = json.dumps(self._environment, indent=1, ensure_ascii=False)
             replace_file(self.path / "environment.json", f"{text}\n")
 
-    def begin(self, resume_step: int, world_size: int, strategy: str, age: float = 0.0) -> None:
-        """The attempt has joined and goes on from this step: status.json says so, and counts it; age: in seconds."""
+    def begin(self, resume_step: int, world_size: int, strategy: str) -> None:
+        """The attempt has joined and goes on from this step: status.json says so, and counts it."""
         if self._lock is not None:
-            self._status = StatusWriter(self.path, resume_step, world_size, strategy, age)
+            self._status = StatusWriter(self.path, resume_step, world_size, strategy)
         self.report("running", resume_step)
 
-    def report(
-        self, state: str, step: int, reason: str | None = None, spent: Mapping[str, float] | None = None
-    ) -> None:
-        """Replace status.json; nothing before the attempt has begun. `state`: running, completed, preempted, failed.
-
-        spent: seconds by phase.
-        """
+    def report(self, state: str, step: int, reason: str | None = None) -> None:
+        """Replace status.json; nothing before the attempt has begun. `state`: running, completed, preempted, failed."""
         if self._status is not None:
-            self._status.write(state, step, reason, spent)
+            self._status.write(state, step, reason)
 
     def undo_start(self, step: int, reason: str) -> None:
         """A start was refused: nothing stays of a folder that it made itself, another one says `failed`."""

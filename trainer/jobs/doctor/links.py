@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.jobs.doctor.cost_model import LinearCost
 from trainer.jobs.doctor.findings import ExaminedRanks, Finding, Level
-from trainer.jobs.goodput_report import format_seconds
+from trainer.messages import format_seconds
 
 _ROUNDS = 15  # at most: all pairs of 16 ranks
 _PINGS = 20  # messages there and back, of which the fastest counts

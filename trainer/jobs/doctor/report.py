@@ -17,9 +17,8 @@ from trainer.jobs.doctor.findings import ExaminedRanks, Finding
 from trainer.jobs.doctor.host_facts import HostFacts
 from trainer.jobs.doctor.links import Link, Pair, format_rate, median_link
 from trainer.jobs.doctor.shared_folder import FolderReport
-from trainer.jobs.goodput_report import format_seconds
 from trainer.launch.safe_files import replace_file
-from trainer.messages import format_count, format_names
+from trainer.messages import format_count, format_names, format_seconds
 
 FILE = "doctor.json"
 _SLOWER = 3.0  # times as slow as last time

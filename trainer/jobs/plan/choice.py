@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from trainer.jobs.goodput_report import format_seconds
 from trainer.jobs.plan.trial import EVALUATION
-from trainer.messages import Refusal
+from trainer.messages import Refusal, format_seconds
 
 PlanRow = Mapping[str, Any]  # as it stands in plan.json
 TIME_ERROR = 0.3  # of a step's time: the largest errors that docs/plan.md has
