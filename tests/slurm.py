@@ -53,7 +53,6 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=30
-SlurmdTimeout=10
 GresTypes=gpu
 NodeName={nodes[0]} NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=16000 Gres=gpu:{gpus}
 NodeName={nodes[1]} NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=16000 Gres=gpu:{gpus}
@@ -75,7 +74,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: list[subprocess.Popen[bytes]] = []
         for name in ("state", "devices", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
         key = folder / "munge.key"
@@ -99,7 +98,7 @@ class Cluster:
         wait_for((folder / "munge.socket").exists)
         self._start("slurmctld", "-D")
         for node in NODES:
-            self.start(node)
+            self._start("slurmd", "-D", "-N", node)
         wait_for(self.rests)
 
     def _start(self, name: str, *words: str) -> None:
@@ -107,24 +106,7 @@ class Cluster:
         command = ["setpriv", "--pdeathsig", "KILL", name, *words]
         with (self.folder / f"{name}.screen").open("ab") as screen:
             own = subprocess.Popen(command, env=self.env, stdout=screen, stderr=screen, start_new_session=True)
-        self._daemons[" ".join([name, words[-1]]) if name == "slurmd" else name] = own
-
-    def start(self, node: str) -> None:
-        """Let a node come up."""
-        self._start("slurmd", "-D", "-N", node)
-
-    def lose(self, node: str) -> None:
-        """A node is gone: its daemon, the keepers of its steps, and all that these have started."""
-        of_node = f"SLURMD_NODENAME={node}".encode()
-        for pid in _with_environment(f"SLURM_CONF={self.env['SLURM_CONF']}".encode()):
-            if of_node in _environment(pid):
-                keeper = _parent(pid)
-                if b"slurmstepd" in _file(keeper, "cmdline"):
-                    _kill(keeper)
-                _kill(pid)
-        daemon = self._daemons.pop(f"slurmd {node}")
-        daemon.kill()
-        daemon.wait()
+        self._daemons.append(own)
 
     def rests(self) -> bool:
         """Are both nodes up, with nothing to do?"""
@@ -172,11 +154,8 @@ class Cluster:
         return wait_for(requeued)
 
     def clear(self) -> None:
-        """End all jobs, and bring back what was lost."""
+        """End all jobs."""
         self.ask("scancel", "--user=root")
-        for node in NODES:
-            if f"slurmd {node}" not in self._daemons:
-                self.start(node)
         wait_for(lambda: not self.ask("squeue", "--noheader") and self.rests())
 
     def close(self) -> None:
@@ -184,9 +163,9 @@ class Cluster:
         with suppress(AssertionError):
             self.clear()
         for pid in _with_environment(f"SLURM_CONF={self.env['SLURM_CONF']}".encode()):
-            if pid not in {daemon.pid for daemon in self._daemons.values()}:
+            if pid not in {daemon.pid for daemon in self._daemons}:
                 _kill(pid)
-        for daemon in self._daemons.values():
+        for daemon in self._daemons:
             os.killpg(daemon.pid, signal.SIGKILL)  # nothing of theirs is needed any more
             daemon.wait()
 
@@ -212,22 +191,14 @@ def _free_ports(count: int) -> list[int]:
 
 def _with_environment(wanted: bytes) -> list[int]:
     """Every process with this variable."""
-    return [int(each.name) for each in Path("/proc").glob("[0-9]*") if wanted in _environment(int(each.name))]
+    return [int(each.name) for each in Path("/proc").glob("[0-9]*") if wanted in _environment(each)]
 
 
-def _environment(pid: int) -> list[bytes]:
-    return _file(pid, "environ").split(b"\0")
-
-
-def _file(pid: int, name: str) -> bytes:
+def _environment(process: Path) -> list[bytes]:
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
+        return (process / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended
-        return b""
-
-
-def _parent(pid: int) -> int:
-    return int(_file(pid, "stat").rpartition(b")")[2].split()[1] or 0)
+        return []
 
 
 def _kill(pid: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.commands import SMALL, curve, finish, lines, single, status
 from tests.inside import here
-from tests.slurm import NODES, Cluster, missing, wait_for
+from tests.slurm import Cluster, missing, wait_for
 from tests.warm import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
@@ -173,8 +174,8 @@ def test_a_job_whose_time_is_over_runs_again_and_goes_on(
     cluster: Cluster, place: Path, script: tuple[str, ...]
 ) -> None:
     # torchrun.sbatch stops the run 30 s after the start of the job; srun.sbatch as soon as Slurm looks, every 30 s
-    time, signal, lead = ("2", "TERM@1", "90") if script is TORCHRUN else ("60", "USR1@90", "150")
-    number, folder = submitted(cluster, place, script, f"--time={time}", f"--signal={signal}", LEAD=lead)
+    time, signal = ("2", "TERM@1") if script is TORCHRUN else ("60", "USR1@90")
+    number, folder = submitted(cluster, place, script, f"--time={time}", f"--signal={signal}", LEAD="90")
     if script is SRUN:
         reach(cluster, place, number, folder, 5)
         cluster.ask("scontrol", "update", f"job={number}", "timelimit=2")
@@ -187,55 +188,60 @@ def test_a_job_whose_time_is_over_runs_again_and_goes_on(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
-def test_a_job_whose_machine_dies_runs_again_and_goes_on(
-    cluster: Cluster, place: Path, script: tuple[str, ...]
-) -> None:
-    number, folder = submitted(cluster, place, script)
-    reach(cluster, place, number, folder, 5)
-    cluster.lose(NODES[1])
-    cluster.again(number)
-    cluster.start(NODES[1])
+def test_of_the_array_of_the_page_only_the_preempted_job_runs_again(cluster: Cluster, place: Path) -> None:
+    (place / "scripts").symlink_to(ROOT / "scripts")
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (script,) = re.findall(r"^```bash\n(#!/bin/bash\n#SBATCH --array.+?)^```", page, re.MULTILINE | re.DOTALL)
+    (place / "sweep.sbatch").write_text(script)
+    small = ("--array=0-1", "--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1")
+    array = cluster.submit(place, *small, "sweep.sbatch", *WORDS, *LAB)
+    folders = [place / "runs" / f"sweep-{rate}-0" for rate in ("0.001", "0.003")]
+    for number, folder in enumerate(folders):
+        reach(cluster, place, f"{array}_{number}", folder, 5)
+    jobs = [cluster.job(f"{array}_{number}") for number in (0, 1)]
+    # one of them has the number of the whole array: it is the one that is preempted
+    (preempted,) = [number for number, job in enumerate(jobs) if job["JobId"] == array]
+    node = f"--nodelist={jobs[preempted]['NodeList']}"
+    cluster.submit(place, "--partition=high", node, "--exclusive", "--output=high.log", "--wrap=true")
+    cluster.again(f"{array}_{preempted}")
     (place / "go").touch()
-    assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
-    assert 0 < status(folder)["resume_step"] < STEPS
-    undisturbed(folder)
+    for number, folder in enumerate(folders):
+        assert cluster.ended(f"{array}_{number}")["JobState"] == "COMPLETED", log(place)
+        assert len(curve(folder)) == STEPS
+        assert status(folder)["attempt"] == (2 if number == preempted else 1)
 
 
 # ------------------------------------------------------------------------------------- what is asked of Slurm, and when
 
-# A job without a network. Its processes save when they are asked to; with ALONE they have failed when `ask` is there.
+# A job without a network, which ends as the scripts do. Its processes save when they are asked to.
 JOB = """#!/bin/bash
 trap : TERM
-code=1
 srun bash -c 'trap "exit 75" TERM; touch up-$SLURM_PROCID; while :; do sleep 0.1; done' &
-[ -n "$ALONE" ] || { wait -n $! && code=0 || code=$?; touch stopped; }
+wait -n $! && code=0 || code=$?
+touch stopped
 until [ -e ask ]; do sleep 0.1; done
-"$VENV/bin/python" -m trainer.launch.slurm_requeue $code 600
-exit $code
 """
 
 
-def job(cluster: Cluster, place: Path, *options: str, **env: str) -> str:
+def job(cluster: Cluster, place: Path, *options: str) -> str:
     """Its number, once both processes are there."""
-    (place / "job").write_text(JOB)
+    endings = {(SCRIPTS / name).read_text().partition("\njob=")[2] for name in ("torchrun.sbatch", "srun.sbatch")}
+    (ending,) = endings
+    (place / "job").write_text(f"{JOB}job={ending}")
     words = (*EXCLUSIVE, "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--output=job.log", *options)
-    number = cluster.submit(place, *words, "job", **env)
+    number = cluster.submit(place, *words, "job")
     wait_for(lambda: all((place / f"up-{rank}").exists() for rank in (0, 1)))
     return number
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("options", "cancelled", "state", "restarts"),
-    [
-        ((), True, "CANCELLED", "0"),
-        (("--no-requeue",), False, "FAILED", "0"),
-    ],
+    ("options", "cancelled", "state"),
+    [((), True, "CANCELLED"), (("--no-requeue",), False, "FAILED")],
     ids=["cancelled", "no-requeue"],
 )
 def test_a_preempted_job_does_not_run_again_where_that_is_not_meant(
-    cluster: Cluster, place: Path, options: tuple[str, ...], cancelled: bool, state: str, restarts: str
+    cluster: Cluster, place: Path, options: tuple[str, ...], cancelled: bool, state: str
 ) -> None:
     number = job(cluster, place, *options)
     cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
@@ -246,52 +252,20 @@ def test_a_preempted_job_does_not_run_again_where_that_is_not_meant(
         wait_for(lambda: cluster.job(number)["JobState"] != "RUNNING")
     (place / "ask").touch()
     ended = cluster.ended(number)
-    assert (ended["JobState"], ended["Restarts"]) == (state, restarts), log(place)
-    assert ("submit it again" in log(place)) == (not cancelled)
+    assert (ended["JobState"], ended["Restarts"]) == (state, "0"), log(place)
+    assert ("operation is presently disabled" in log(place)) == (not cancelled)
 
 
 @pytest.mark.long
-def test_a_request_to_save_is_no_request_to_run_again(cluster: Cluster, place: Path) -> None:
-    number = job(cluster, place)
+def test_a_job_that_is_asked_to_save_runs_again_unless_that_is_switched_off(cluster: Cluster, place: Path) -> None:
     (place / "ask").touch()
+    number = job(cluster, place)
+    cluster.ask("scancel", "--signal=TERM", number)
+    cluster.again(number)
+    for rank in (0, 1):
+        (place / f"up-{rank}").unlink()
+    wait_for(lambda: all((place / f"up-{rank}").exists() for rank in (0, 1)))
+    cluster.ask("scontrol", "update", f"job={number}", "requeue=0")
     cluster.ask("scancel", "--signal=TERM", number)
     assert cluster.ended(number)["ExitCode"] == "75:0", log(place)
-    assert cluster.job(number)["Restarts"] == "0"
-
-
-# The same for a job of an array, of one process. Slurm tells only what srun has started that the job is preempted.
-OF_ARRAY = """#!/bin/bash
-trap : TERM
-me=$SLURM_ARRAY_TASK_ID
-srun bash -c "trap 'exit 75' TERM; touch up-$me; while :; do sleep 0.1; done" &
-wait -n $!
-touch stopped-$me
-"$VENV/bin/python" -m trainer.launch.slurm_requeue 75 600
-exit 75
-"""
-
-
-@pytest.mark.long
-def test_of_an_array_only_the_preempted_job_runs_again(cluster: Cluster, place: Path) -> None:
-    (place / "job").write_text(OF_ARRAY)
-    words = ("--nodes=1", "--exclusive", "--ntasks=1", "--requeue", "--open-mode=append", "--output=job.log")
-    array = cluster.submit(place, "--array=1-2", *words, "job")
-    wait_for(lambda: all((place / f"up-{number}").exists() for number in (1, 2)))
-    jobs = {number: cluster.job(f"{array}_{number}") for number in (1, 2)}
-    # one of them has the number of the whole array: it is the one that is preempted
-    (preempted,) = [number for number, job in jobs.items() if job["JobId"] == array]
-    node = f"--nodelist={jobs[preempted]['NodeList']}"
-    cluster.submit(place, "--partition=high", node, "--exclusive", "--output=high.log", "--wrap=true")
-    cluster.again(f"{array}_{preempted}")
-    assert "preempted; Slurm runs it again" in log(place)
-    assert cluster.job(f"{array}_{3 - preempted}")["Restarts"] == "0"
-    cluster.ask("scancel", array)
-
-
-@pytest.mark.long
-def test_the_script_waits_until_slurm_has_noticed_a_dead_machine(cluster: Cluster, place: Path) -> None:
-    number = job(cluster, place, ALONE="yes")
-    cluster.lose(NODES[1])
-    (place / "ask").touch()
-    cluster.again(number)
-    assert "a machine does not answer" in log(place)
+    assert cluster.job(number)["Restarts"] == "1"
