@@ -12,91 +12,80 @@ import yaml
 from tests.commands import curve, far, finish, single, torchrun
 from tests.warm import ROOT
 from trainer.jobs.auto_choice import _read_plan
-from trainer.jobs.plan.choice import choose_row
+from trainer.jobs.plan.choice import LATE, choose_row
 from trainer.jobs.run_parts import AutoChoice
 from trainer.messages import Refusal
 
 MIB = 2**20
 
 
-def row(words, peak, ms, how="simulated"):
+def row(words, peak):
     """A row of plan.json."""
     return {
         "words": words,
         "strategy": words.split()[0].removeprefix("strategy="),
         "processes": 4,
-        "how": how,
         "when": "backward",
         "peak": peak * MIB,
-        "step_s": ms / 1e3,
+        "step_s": None,
         "fits": peak <= 1000,
-        "divides": "strategy=ddp" not in words,
         "advice": "more processes",
     }
 
 
-def plan(*rows, device="H100", doctor=None, spare=0.2):
+def plan(*rows, refused=()):
     """A plan for four devices of 1,000 MiB each."""
-    return {"device": device, "free": 1000 * MIB, "spare": spare, "doctor": doctor, "rows": list(rows)}
+    return {"free": 1000 * MIB, "spare": 0.2, "rows": list(rows), "refused": dict(refused)}
 
 
-def test_the_cheapest_that_leaves_memory_is_chosen_and_the_second_is_named():
-    rows = row("strategy=ddp", 900, 10), row("strategy=zero1", 700, 12), row("strategy=fsdp", 300, 15)
-    choice = _read_plan(plan(*rows), ["strategy"], is_known=True)
-    assert choice.overrides == ["strategy=zero1"]
-    assert choice.reason.startswith("zero1 (700 MiB, 12 ms a step), of 1,000 MiB a process")
-    assert choice.reason.endswith("second: fsdp (300 MiB, 15 ms a step)")
-    assert choice.planned == {"peak": 700 * MIB, "step_s": 0.012}
-    # after a doctor's file less has to be left
-    closer = plan(*rows, doctor="doctor.json", spare=0.1)
-    assert _read_plan(closer, ["strategy"], is_known=True).overrides == ["strategy=ddp"]
+def test_the_simplest_that_leaves_memory_is_chosen_and_the_second_is_named():
+    rows = row("strategy=ddp", 900), row("strategy=fsdp", 300), row("strategy=zero1", 700)
+    choice = _read_plan(plan(*rows), ["strategy"])
+    assert choice.overrides == ["strategy=fsdp"]
+    assert choice.reason == "fsdp (300 MiB), of 1,000 MiB a process, as planned; second: zero1 (700 MiB)"
+    assert choice.planned == {"peak": 300 * MIB}
+    timed = {**rows[1], "step_s": 0.012}
+    assert _read_plan(plan(timed), ["strategy"]).reason.startswith("fsdp (300 MiB, about 12 ms a step), of ")
+    # copies of all need the least talking
+    small = row("strategy=ddp", 700)
+    assert _read_plan(plan(small, *rows[1:]), ["strategy"]).overrides == ["strategy=ddp"]
+    # less than wanted is left by all that fit
+    (tight,) = plan(rows[0])["rows"]
+    assert "less than 20 % of it is left" in _read_plan(plan(tight), ["strategy"]).reason
 
 
-def test_of_a_device_whose_times_nobody_knows_ddp_is_chosen_where_it_fits():
-    ddp, fsdp = row("strategy=ddp", 700, 15), row("strategy=fsdp", 300, 10)
-    assert _read_plan(plan(ddp, fsdp), ["strategy"], is_known=False).overrides == ["strategy=ddp"]
-    measured = plan(ddp, fsdp, device="CPU", doctor="doctor.json")  # on CPUs not by much
-    assert _read_plan(measured, ["strategy"], is_known=True).overrides == ["strategy=ddp"]
-    assert "not sure enough" in _read_plan(measured, ["strategy"], is_known=True).reason
-    assert _read_plan(plan(ddp, fsdp), ["strategy"], is_known=True).overrides == ["strategy=fsdp"]
-    # a difference that is smaller than the plan's error is none
-    near = _read_plan(plan(row("strategy=ddp", 700, 12), fsdp), ["strategy"], is_known=True)
-    assert near.overrides == ["strategy=ddp"]
-    assert "by more than a plan may be wrong" in near.reason
-    large = row("strategy=ddp", 1200, 12)
-    assert _read_plan(plan(large, fsdp), ["strategy"], is_known=False).overrides == ["strategy=fsdp"]
-
-
-def test_another_global_batch_and_rows_that_were_only_computed_are_not_chosen():
-    other, computed = row("strategy=ddp loop.global_batch=132", 100, 5), row("strategy=tp", 100, 6, "computed")
-    rows = other, computed, row("strategy=fsdp strategy.reshard_after_forward=false", 300, 15)
-    assert _read_plan(plan(*rows), ["strategy"], True).overrides[1] == "strategy.reshard_after_forward=false"
+def test_another_global_batch_is_not_chosen():
+    rows = (
+        row("strategy=ddp loop.global_batch=132", 100),
+        row("strategy=fsdp strategy.reshard_after_forward=false", 300),
+    )
+    assert _read_plan(plan(*rows), ["strategy"]).overrides[1] == "strategy.reshard_after_forward=false"
 
 
 def test_a_run_that_has_begun_keeps_its_strategy_while_it_fits():
     before = AutoChoice(["strategy=fsdp"], "", 2)
-    ddp, fsdp = row("strategy=ddp", 700, 10), row("strategy=fsdp", 300, 15)
-    kept = _read_plan(plan(ddp, fsdp), ["strategy"], True, before)
+    ddp, fsdp = row("strategy=ddp", 700), row("strategy=fsdp", 300)
+    kept = _read_plan(plan(ddp, fsdp), ["strategy"], before)
     assert (kept.overrides, kept.processes) == (["strategy=fsdp"], 4)
     assert "began with it" in kept.reason
-    large = row("strategy=fsdp", 1300, 15)
-    assert _read_plan(plan(ddp, large), ["strategy"], True, before).overrides == ["strategy=ddp"]
+    large = row("strategy=fsdp", 1300)
+    assert _read_plan(plan(ddp, large), ["strategy"], before).overrides == ["strategy=ddp"]
 
 
 def test_where_nothing_fits_the_nearest_is_named():
     with pytest.raises(Refusal, match=r"strategy=auto: nothing fits into 1,000 MiB a process; nearest: fsdp \(1,200"):
-        _read_plan(plan(row("strategy=ddp", 4000, 10), row("strategy=fsdp", 1200, 15)), ["strategy"], True)
+        _read_plan(plan(row("strategy=ddp", 4000), row("strategy=fsdp", 1200)), ["strategy"])
 
 
 def test_a_plan_without_rows_says_nothing_of_memory():
     with pytest.raises(Refusal, match="is not known, as no strategy could be planned"):
-        choose_row([], 2**30, 0.2)
+        choose_row([], {}, 2**30, 0.2)
 
 
 def test_what_there_was_no_time_to_try_is_not_said_to_be_too_large():
-    rows = row("strategy=ddp", 4000, 10), row("strategy=fsdp", 700, 15, "computed")
-    with pytest.raises(Refusal, match=r"nothing that was tried fits .* no time to try fsdp \(700 MiB"):
-        _read_plan(plan(*rows), ["strategy"], True)
+    refused = {"strategy=fsdp": LATE, "strategy=cp": "it cannot be trained on stretches"}
+    with pytest.raises(Refusal, match=r"nothing that was tried fits .* no time to try fsdp, which may fit"):
+        _read_plan(plan(row("strategy=ddp", 4000), refused=refused), ["strategy"])
 
 
 @pytest.fixture

@@ -26,10 +26,8 @@ from tests.commands import Command, finish, single
 from tests.inside import here, product
 from trainer.jobs.doctor import host_facts, job, shared_folder, slow_rank
 from trainer.jobs.doctor.collectives import OPS, CollectiveTime, plan_groups
-from trainer.jobs.doctor.cost_model import LinearCost, fit_cost, model_cost
 from trainer.jobs.doctor.findings import ExaminedRanks
-from trainer.jobs.doctor.kernel_times import kernels
-from trainer.jobs.doctor.links import Expectations, Link, attribute_bad_links, judge_links, pair_rounds
+from trainer.jobs.doctor.links import Expectations, Link, LinkSpeed, attribute_bad_links, judge_links, pair_rounds
 from trainer.jobs.doctor.report import Baseline, judge_collectives, parse_baseline, read_baseline
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
@@ -66,13 +64,6 @@ def examine(launch: Launch, place: Path, slow_ranks: dict[int, float]) -> int:
 # ---- the whole command
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_operator_that_is_timed_runs_in_the_types_of_a_gpus_run(device: str) -> None:
-    for kernel in kernels(torch.device(device), torch.bfloat16):
-        if kernel.work < 1e7 or device != "cpu":
-            kernel.call()
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_command_measures_all_on_four_ranks_whatever_the_model_and_the_data_are(tmp_path: Path) -> None:
@@ -81,19 +72,15 @@ def test_the_command_measures_all_on_four_ranks_whatever_the_model_and_the_data_
     data = read(tmp_path / "runs")
     assert data["ok"]
     assert "WELL: nothing was found" in screen
-    assert {(row["op"], row["group"], row["ranks"]) for row in data["fits"]} == {
+    assert {(row["op"], row["group"], row["ranks"]) for row in data["collectives"]} == {
         (op, *group) for op in OPS for group in (("all", 4), ("2 neighbours", 2))
     }
-    # no rate is written where the time did not grow with the size, as on a busy machine
-    assert all(row["alpha_s"] >= 0 and (row["expected_bytes_per_s"] or 1) > 0 for row in data["fits"])
     assert {row["op"] for row in data["collectives"] if row["bytes"] == 2**12} == set(OPS)
-    assert all(row["seconds"] > 0 and row["expected"] > 0 for row in data["collectives"])
+    assert all(row["seconds"] > 0 for row in data["collectives"])
     assert sorted((link["from"], link["to"]) for link in data["links"]) == [*permutations(range(4), 2)]
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2, 3]
     assert all(rank["descriptors"] > 0 and rank["flops"] > 0 and rank["versions"]["python"] for rank in data["ranks"])
     assert [each["rank"] for each in data["folder"]] == [0, 1]
-    assert data["kernels"]["ranks"] == 4
-    assert all(seconds > 0 for points in data["kernels"]["seconds"].values() for _, seconds in points)
     assert all(op in screen for op in OPS)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["doctor.json"]
 
@@ -215,31 +202,12 @@ def test_a_single_link_is_compared_with_its_adapter_and_with_last_time() -> None
     assert said.endswith("passes 25 MB/s; an adapter of its rate passes 125 MB/s at least")
     site = ExaminedRanks(Ranks(), torch.device("cpu"), ["x", "x"], ["a", "a"])
     links = [Link(0, 1, 1e-4, 2.5e7), Link(1, 0, 1e-4, 2.5e7)]
-    expectations = Expectations(site, links, {(0, 1): LinearCost(1e-4, 1e9)}, inf)
+    expectations = Expectations(site, links, {(0, 1): LinkSpeed(1e-4, 1e9)}, inf)
     assert expectations.complaint(links[0]) == "passes 25 MB/s; last time it passed 1 GB/s"
     assert expectations.complaint(Link(1, 0, 0.02, 1e9)).startswith("takes 20 ms; a good link of its kind took 0.1 ms")
 
 
 # ---- times and groups
-
-
-def test_the_line_through_times_has_both_its_parts() -> None:
-    line = fit_cost([(size, 1e-4 + size / 2e9) for size in (2**12, 2**16, 2**20, 2**24)])
-    assert line.alpha_s == pytest.approx(1e-4)
-    assert line.bytes_per_s == pytest.approx(2e9)
-    assert fit_cost([(4096, 1e-3)]) == LinearCost(1e-3, inf)
-    assert fit_cost([(4096, 1e-3), (2**20, 0.9e-3)]).bytes_per_s == inf
-    assert fit_cost([(2**20, 1e-4), (2**24, 1e-2)]).alpha_s == 0
-
-
-def test_the_model_moves_what_the_algorithms_move() -> None:
-    def parts(op: str, ranks: int) -> list[float]:
-        line = model_cost(op, ranks, LinearCost(1e-5, 1e9))
-        return [line.alpha_s, line.bytes_per_s]
-
-    assert parts("all_reduce", 4) == pytest.approx([6e-5, 1e9 / 1.5])
-    assert parts("all_gather", 4) == pytest.approx([3e-5, 1e9 / 0.75])
-    assert parts("broadcast", 8) == pytest.approx([3e-5, 1e9])
 
 
 def test_groups_are_those_that_strategies_use() -> None:
@@ -358,7 +326,7 @@ def test_it_is_compared_with_the_last_time_that_all_was_well(tmp_path: Path, mon
         facts: Any = [SimpleNamespace(device="cpu") for _ in hosts]
         return parse_baseline(before, ExaminedRanks(Ranks(), torch.device("cpu"), list(hosts), list(hosts)), facts)
 
-    assert baseline("x", "y").links == {(0, 1): LinearCost(1e-4, 1e9)}
+    assert baseline("x", "y").links == {(0, 1): LinkSpeed(1e-4, 1e9)}
     assert baseline("x", "z") == Baseline({}, {})
     slow = CollectiveTime("all_reduce", 4096, "all", 2, 4e-3)
     (finding,) = judge_collectives([slow], baseline("x", "y"))

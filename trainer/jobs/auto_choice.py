@@ -8,15 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
 from trainer.configuration.command_line import add_overrides, quote_path
-from trainer.jobs.plan.choice import TIME_ERROR, choose_row, format_mib
-from trainer.jobs.plan.devices import CPU, DEVICES
+from trainer.jobs.plan.choice import choose_row, format_mib
+from trainer.jobs.plan.devices import DEVICES, OWN
 from trainer.jobs.run_parts import AutoChoice, RunParts
 from trainer.launch.devices import accelerator_names, available_memory_per_rank, total_memory
 from trainer.launch.launcher_environment import without_launcher_variables
@@ -29,7 +28,6 @@ from trainer.records.resume_rules import has_checkpoint
 from trainer.records.start_files import EnvironmentFields
 
 SMALL_STATE = 0.01  # of a rank's memory; what takes less need not be divided
-UNKNOWN_DEVICE = "h100"  # whose times nobody reads; memory does not depend on the device
 PLAN_SECONDS = 12.0  # for trials; starting the plan and reading the data come on top
 OWN_SECONDS = 120.0  # the same where a slice is looked for, for the strategy that the user has named
 _LAST = 300  # characters of what a plan that failed said last
@@ -42,7 +40,7 @@ class _Question:
     run: RunParts
     keys: Sequence[str]  # that say auto
     memory: float  # bytes that each rank can have, by the rank that has least
-    device: str | None  # the plan's name of the run's device; None: it does not know it
+    device: str  # the plan's name of the run's device
 
     @property
     def processes(self) -> int:
@@ -78,7 +76,7 @@ def _decide(question: _Question) -> AutoChoice:
     processes, memory, needs_plan = question.processes, question.memory, "loop.micro_batch" in question.keys
     before = _read_choice(question.run)
     # as many processes, and each still has what the choice takes, beside what is kept for all else
-    free = memory - DEVICES[question.device or UNKNOWN_DEVICE].reserved * 2**30
+    free = memory - DEVICES[question.device].reserved * 2**30
     if before and before.processes == processes and (before.planned or {"peak": 0})["peak"] <= free:
         return replace(before, reason="as this run began")
     # of a small network there is nothing to divide
@@ -90,7 +88,7 @@ def _decide(question: _Question) -> AutoChoice:
         raise Refusal(f"loop.micro_batch=auto: nothing can be planned: {problem}\nGive a number of samples instead")
     if plan is None:
         return AutoChoice([], f"ddp, without a plan: {problem}", processes)
-    return _read_plan(plan, question.keys, question.device is not None, before)
+    return _read_plan(plan, question.keys, before)
 
 
 # ------------------------------------------------------------------------------------------ what the run has begun with
@@ -122,14 +120,14 @@ def _state_bytes(run: RunParts) -> float:
     return (numbers + per_parameter * trained) * run.machine.parameter_dtype.itemsize
 
 
-def planned_device(run: RunParts) -> str | None:
-    """The entry of the plan's table for this run's devices; None: it has none."""
+def planned_device(run: RunParts) -> str:
+    """The plan's name for this run's devices; for those that it has no data sheet of, whose memory is enough, `own`."""
     if not run.machine.on_gpu:
         return "cpu"
     # a data sheet is found by the model's name, and where there are several sizes by the memory
     name, memory = accelerator_names()[0], total_memory(run.machine.torch_device)
     near = {key: abs(device.memory * 2**30 - memory) for key, device in DEVICES.items() if device.name in name}
-    return min(near, key=lambda key: near[key], default=None)
+    return min(near, key=lambda key: near[key], default=OWN)
 
 
 def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
@@ -149,7 +147,7 @@ def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
         folder = Path(scratch) / "run"
         added = [
             *("job=plan", f"job.processes=[{question.processes}]", f"job.seconds={seconds:g}"),
-            *(f"job.device={question.device or UNKNOWN_DEVICE}", f"job.memory={question.memory / 2**30:.6g}"),
+            *(f"job.device={question.device}", f"job.memory={question.memory / 2**30:.6g}"),
             f"job.per_machine={launch.local_world_size}",
             *([] if chooses_strategy else ["job.strategies=[own]"]),
             f"run.dir={quote_path(folder)}",
@@ -172,23 +170,14 @@ def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
     return plan, ""
 
 
-def _read_plan(
-    plan: Mapping[str, Any], keys: Sequence[str], is_known: bool, before: AutoChoice | None = None
-) -> AutoChoice:
+def _read_plan(plan: Mapping[str, Any], keys: Sequence[str], before: AutoChoice | None = None) -> AutoChoice:
     """The row of a plan that a run takes. Refusal where none fits.
 
-    keys: those that say auto. is_known: does the plan know the device? before: what an earlier start, on another number
-    of processes, has chosen.
+    keys: those that say auto. before: what an earlier start, on another number of processes, has chosen.
     """
     kept = [row["strategy"] for row in plan["rows"] if before and f"strategy={row['strategy']}" in before.overrides]
-    # without a data sheet nobody knows what is fast; and on CPUs a doctor's times differ from day to day by too much:
-    # a choice by them was seen that was 47 % slower than ddp
-    is_timed = is_known and plan["device"] != CPU
     try:
-        row, _, reason = choose_row(
-            plan["rows"], plan["free"], plan["spare"], TIME_ERROR if is_timed else inf, next(iter(kept), "")
-        )
+        row, _, reason = choose_row(plan["rows"], plan["refused"], plan["free"], plan["spare"], next(iter(kept), ""))
     except Refusal as refusal:
         raise Refusal(f"{keys[0]}=auto: {refusal}") from None
-    planned = {"peak": float(row["peak"]), "step_s": float(row["step_s"])}
-    return AutoChoice(row["words"].split(), reason, row["processes"], planned)
+    return AutoChoice(row["words"].split(), reason, row["processes"], {"peak": float(row["peak"])})

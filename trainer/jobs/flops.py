@@ -110,13 +110,20 @@ def _count_flops(task: Task, network: nn.Module, instead: Mapping[Tensor, Tensor
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode  # here: most runs have no use for it
 
-    # torch counts a grouped convolution as if it had one group
-    grouped = {torch.ops.aten.convolution_backward: _convolution_backward}
-    counter = FlopCounterMode(display=False, custom_mapping=grouped)
+    counter = FlopCounterMode(display=False, custom_mapping=_OWN_FORMULAS)
     # attention as products, whatever kernel a device has: some kernels compute a part of it twice, to keep less
     with counter, sdpa_kernel(SDPBackend.MATH):
         forward_backward_copy(task, network, instead, example)
     return counter.get_total_flops()
+
+
+def operator_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Operations of a call of this operator; 0 for one that is no product."""
+    from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+    own = _OWN_FORMULAS.get(func.overloadpacket)
+    formula = shape_wrapper(own) if own else flop_registry.get(func.overloadpacket)
+    return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 
 
 def forward_backward_copy(
@@ -161,3 +168,7 @@ def _convolution_backward(
     transposed, wanted = arguments[4], arguments[7]
     positions = x if transposed else gradient  # (B, C, …): where the kernel is applied
     return 2 * prod(weight) * positions[0] * prod(positions[2:]) * sum(wanted[:2])
+
+
+# torch counts a grouped convolution as if it had one group
+_OWN_FORMULAS = {torch.ops.aten.convolution_backward: _convolution_backward}

@@ -49,12 +49,8 @@ class PlanComparison:
         """How far the plan was off, for people; nothing where there was no plan."""
         if not self.planned or not self._measured:
             return []
-        peak, step = (self._measured[key] / self.planned[key] - 1 for key in ("peak", "step_s"))
-        size, seconds = self.planned["peak"] / 2**20, self.planned["step_s"]
-        return [
-            f"planned     {size:,.0f} MiB, measured {100 * peak:+.0f} %; {seconds * 1e3:.3g} ms a step, measured"
-            f" {100 * step:+.0f} %"
-        ]
+        error = self._measured["peak"] / self.planned["peak"] - 1
+        return [f"planned     {self.planned['peak'] / 2**20:,.0f} MiB, measured {100 * error:+.0f} %"]
 
     def _peak(self) -> float:
         usage = memory_usage()
@@ -68,12 +64,12 @@ class PlanComparison:
 
 
 def planned_row(run: PreparedRun) -> dict[str, float] | None:
-    """What was planned for a run, for its auto or by its own `job=plan`: `peak` in bytes, `step_s`; None: nothing."""
+    """What was planned for a run, for its auto or by its own `job=plan`: `peak` in bytes; None: nothing."""
     if run.auto is not None and run.auto.planned is not None:
         return run.auto.planned
     mine = run.strategy.name, run.machine.launch.world_size, str(run.batches)
     with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or one of another version
         for row in json.loads((run.folder.path / "plan" / "plan.json").read_text())["rows"]:
             if (row["strategy"], row["processes"], row["batches"]) == mine:
-                return {"peak": float(row["peak"]), "step_s": float(row["step_s"])}
+                return {"peak": float(row["peak"])}
     return None

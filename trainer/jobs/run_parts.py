@@ -68,7 +68,7 @@ class AutoChoice:
     overrides: list[str]  # of the command line, which take the place of each auto
     reason: str  # one line for people
     processes: int
-    planned: dict[str, float] | None = None  # `peak` in bytes, `step_s`; None: nothing was planned
+    planned: dict[str, float] | None = None  # `peak` in bytes; None: nothing was planned
     seconds: float = 0.0  # that it took to decide
 
 

@@ -18,22 +18,11 @@ TRIED_DEGREES = (2, 4, 8)  # of tensor, context and pipeline parallelism, beside
 MAX_STAGES = 8  # of a pipeline, where nothing but it is used
 
 
-class Division(NamedTuple):
-    """By how many ranks each part of a training is divided; the samples are divided by all that are left."""
-
-    shards: int = 1  # of weights, gradients and optimizer state
-    owners: int = 1  # of optimizer state alone
-    layers: int = 1  # each layer of a plan
-    sequence: int = 1  # each sample's tokens
-    stages: int = 1  # the network, from front to back
-
-
 class Candidate(NamedTuple):
     """A strategy, and the arguments that choose it."""
 
     arguments: str  # of the command line
     strategy: Strategy
-    division: Division | None  # None: not known
     micro_batches: int = 1  # a pipeline needs several, or its stages wait for each other
 
     @property
@@ -56,18 +45,18 @@ def candidates(like: Strategy, machine: Machine, per_machine: int) -> Iterator[C
         "activation_offload": like.activation_offload,
     }
     if size == 1:
-        yield Candidate("strategy=single", Single(**common), Division())
+        yield Candidate("strategy=single", Single(**common))
         return
-    yield Candidate("strategy=ddp", DDP(**common), Division())
-    yield Candidate("strategy=fsdp", FSDP(**common), Division(shards=size))
-    yield Candidate("strategy=zero1", Zero1(**common), Division(owners=size))
+    yield Candidate("strategy=ddp", DDP(**common))
+    yield Candidate("strategy=fsdp", FSDP(**common))
+    yield Candidate("strategy=zero1", Zero1(**common))
     kept = FSDP(**common, reshard_after_forward=False)
-    yield Candidate("strategy=fsdp strategy.reshard_after_forward=false", kept, Division(shards=size))
+    yield Candidate("strategy=fsdp strategy.reshard_after_forward=false", kept)
     # weights are gathered inside a machine, or inside a half of one
     copies = size // per_machine if size > per_machine else 2
     if size % copies == 0 and copies < size:
         hybrid = FSDP(**common, replicate=copies)
-        yield Candidate(f"strategy=hsdp strategy.replicate={copies}", hybrid, Division(shards=size // copies))
+        yield Candidate(f"strategy=hsdp strategy.replicate={copies}", hybrid)
     yield from _divided(common, size, per_machine)
     yield from _pipelines(common, size)
 
@@ -76,30 +65,26 @@ def _divided(common: dict[str, Any], size: int, per_machine: int) -> Iterator[Ca
     """Layers or sequences over the neighbours of a machine; with copies or shards where there are more processes."""
     if size <= per_machine:
         # all processes of one machine, without copies
-        yield Candidate("strategy=tp", TP(**common), Division(layers=size))
-        yield Candidate("strategy=cp", TP(**common, context=None, tensor=1), Division(sequence=size))
+        yield Candidate("strategy=tp", TP(**common))
+        yield Candidate("strategy=cp", TP(**common, context=None, tensor=1))
     for degree in TRIED_DEGREES:
         if degree < size and degree <= per_machine and size % degree == 0:
             tensor, context = f"strategy.tensor={degree}", f"strategy.context={degree}"
-            layers, sequence = Division(layers=degree), Division(sequence=degree)
-            shards = size // degree
             copied, sharded = TP(**common, replicate=None, tensor=degree), FSDP(**common, tensor=degree)
-            yield Candidate(f"strategy=ddp_tp {tensor}", copied, layers)
-            yield Candidate(f"strategy=fsdp_tp {tensor}", sharded, layers._replace(shards=shards))
+            yield Candidate(f"strategy=ddp_tp {tensor}", copied)
+            yield Candidate(f"strategy=fsdp_tp {tensor}", sharded)
             copied = TP(**common, replicate=None, context=degree, tensor=1)
-            yield Candidate(f"strategy=ddp_cp {context}", copied, sequence)
-            # weights are divided over all ranks that hold the same layers, those of one sequence too
+            yield Candidate(f"strategy=ddp_cp {context}", copied)
             sharded = FSDP(**common, context=degree)
-            yield Candidate(f"strategy=fsdp_cp {context}", sharded, sequence._replace(shards=size))
+            yield Candidate(f"strategy=fsdp_cp {context}", sharded)
 
 
 def _pipelines(common: dict[str, Any], size: int) -> Iterator[Candidate]:
     """Stages over all processes, or over a few, with copies or shards of them."""
     if size <= MAX_STAGES:
-        yield Candidate("strategy=pp", PP(**common), Division(stages=size), micro_batches=size)
+        yield Candidate("strategy=pp", PP(**common), size)
     for pipe in TRIED_DEGREES:
         if pipe < size and size % pipe == 0:
-            degree, stages, several = f"strategy.pipe={pipe}", Division(stages=pipe), {"micro_batches": pipe}
-            shards = stages._replace(shards=size // pipe)
-            yield Candidate(f"strategy=ddp_pp {degree}", PP(**common, pipe=pipe, replicate=None), stages, **several)
-            yield Candidate(f"strategy=fsdp_pp {degree}", PP(**common, pipe=pipe, shard=None), shards, **several)
+            degree = f"strategy.pipe={pipe}"
+            yield Candidate(f"strategy=ddp_pp {degree}", PP(**common, pipe=pipe, replicate=None), pipe)
+            yield Candidate(f"strategy=fsdp_pp {degree}", PP(**common, pipe=pipe, shard=None), pipe)

@@ -149,11 +149,6 @@ def time_collectives(
     return times
 
 
-def collective_points(times: Sequence[CollectiveTime], op: str, group: str) -> list[tuple[float, float]]:
-    """The (bytes, seconds) of a collective over a group."""
-    return sorted((each.bytes, each.seconds) for each in times if (each.op, each.group) == (op, group))
-
-
 def _elements(size: int, ranks: int) -> int:
     """Numbers of 4 bytes, so many bytes or a little more, that divide into equal parts for the ranks."""
     return ceil(size / 4 / ranks) * ranks

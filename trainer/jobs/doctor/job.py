@@ -13,14 +13,12 @@ from time import monotonic
 from typing import Any
 
 from trainer.jobs.doctor.clock_offset import judge_offsets, measure_offsets
-from trainer.jobs.doctor.collectives import OPS, collective_points, make_groups, plan_groups, time_collectives
+from trainer.jobs.doctor.collectives import OPS, make_groups, plan_groups, time_collectives
 from trainer.jobs.doctor.findings import ExaminedRanks
 from trainer.jobs.doctor.host_facts import collect_host_facts, is_crowded, judge_facts, machine_and_network
-from trainer.jobs.doctor.kernel_times import measure_kernels
 from trainer.jobs.doctor.links import Expectations, judge_links, pair_rounds, remeasure_slow_links, time_links
 from trainer.jobs.doctor.report import (
     FILE,
-    Baseline,
     Examination,
     judge_collectives,
     parse_baseline,
@@ -44,7 +42,6 @@ from trainer.strategies.machine import Machine
 
 _JOIN = timedelta(seconds=120)  # in which all ranks must have connected; and of each collective
 _HANG = 30.0  # seconds in which each measurement gets further
-_OPERATOR = 1 / 1500  # of the time for collectives, for each operator and size
 _PARTS = BLOCKS - 2  # of the collectives, with a block of the ranks' own work after each
 
 
@@ -64,11 +61,11 @@ class Doctor:
         scratch = Path(at)
         site = join_examined_ranks(machine)
         with hang_watchdog(launch, scratch, site):
-            examination, last = self._examine(site, machine, scratch, before)
+            examination = self._examine(site, machine, scratch, before)
         if launch.is_main:
-            data = report_data(examination, last, before)
+            data = report_data(examination, before)
             path = write_report(folder, data)
-            print(*report_lines(examination, data), f"written     {path}", sep="\n", flush=True)
+            print(*report_lines(examination), f"written     {path}", sep="\n", flush=True)
             shutil.rmtree(scratch, ignore_errors=True)
         if launch.world_size > 1:
             leave_group(site.world, clean=True)
@@ -76,7 +73,7 @@ class Doctor:
 
     def _examine(
         self, site: ExaminedRanks, machine: Machine, scratch: Path, baseline: Mapping[str, Any]
-    ) -> tuple[Examination, Baseline]:
+    ) -> Examination:
         """Collective: everything, one thing after the other; the same on all ranks."""
         began = monotonic()
         # all ranks; versions, limits and addresses of each one's host
@@ -104,15 +101,15 @@ class Doctor:
                 times += time_collectives(site, mine, chosen, self.seconds / _PARTS)
                 if part < _PARTS - 1:
                     run_block(site, work, offsets[site.world.rank])
-        sums = collective_points(times, "all_reduce", "all")
-        kernels = measure_kernels(site, sums, self.seconds * _OPERATOR)
-        run_block(site, work, offsets[site.world.rank])  # the last of BLOCKS, a good while after the others
+            # group by group, each collective from the smallest size to the largest
+            times.sort(key=lambda each: (list(groups).index(each.group), list(OPS).index(each.op), each.bytes))
+        run_block(site, work, offsets[site.world.rank])  # the last of BLOCKS
         findings += judge_speed(site, work, is_crowded(site, facts))
         findings += judge_collectives(times, last)
         rates = site.world.all_gather_values(measure_rates(site, work))  # all ranks; a few numbers each
         findings += judge_rates(site, [each.device for each in facts], rates)
         took = monotonic() - began
-        return Examination(site, facts, reports, offsets, rates, kernels, links, groups, times, findings, took), last
+        return Examination(site, facts, reports, offsets, rates, links, groups, times, findings, took)
 
 
 def make_scratch(folder: Path) -> str:

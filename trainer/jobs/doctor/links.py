@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median, quantiles
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.jobs.doctor.cost_model import LinearCost
 from trainer.jobs.doctor.findings import ExaminedRanks, Finding, Level
 from trainer.messages import format_seconds
 
@@ -48,6 +48,13 @@ class Link:
     def pair(self) -> Pair:
         """Its two ranks, whatever the direction."""
         return min(self.sender, self.receiver), max(self.sender, self.receiver)
+
+
+class LinkSpeed(NamedTuple):
+    """What a link does, or should do."""
+
+    latency_s: float
+    bytes_per_s: float
 
 
 def pair_rounds(ranks: int, most: int = _ROUNDS) -> list[list[Pair]]:
@@ -119,25 +126,25 @@ def _transfer(tensor: Tensor, peer: int, sends: bool) -> None:
         work.wait()
 
 
-def median_link(links: Collection[Link]) -> LinearCost:
+def median_link(links: Collection[Link]) -> LinkSpeed:
     """The middle one of these links."""
-    return LinearCost(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
+    return LinkSpeed(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
 
 
-def good_link(links: Collection[Link]) -> LinearCost:
+def good_link(links: Collection[Link]) -> LinkSpeed:
     """What a quarter of these links reach: among few ranks, one bad rank makes half of all links bad."""
     latency, rate = (
         quantiles(values, n=4, method="inclusive")
         for values in zip(*[(link.latency_s, link.bytes_per_s) for link in links], strict=True)
     )
-    return LinearCost(latency[0], rate[-1])
+    return LinkSpeed(latency[0], rate[-1])
 
 
 class Expectations:
     """What each link should do: as the others of its kind, as last time, and as the network says of itself."""
 
     def __init__(
-        self, site: ExaminedRanks, links: Sequence[Link], before: Mapping[Pair, LinearCost], network_rate: float
+        self, site: ExaminedRanks, links: Sequence[Link], before: Mapping[Pair, LinkSpeed], network_rate: float
     ) -> None:
         """before: by (sender, receiver). network_rate: bytes a second, of the slowest machine's adapter."""
         self._site, self._before = site, before
@@ -158,8 +165,8 @@ class Expectations:
         for expected, whose in known:
             if link.bytes_per_s * self._slower(link.pair) < expected.bytes_per_s:
                 return f"passes {format_rate(link.bytes_per_s)}; {whose} passed {format_rate(expected.bytes_per_s)}"
-            if link.latency_s > max(_LATE * expected.alpha_s, expected.alpha_s + _LATER_BY):
-                return f"takes {format_seconds(link.latency_s)}; {whose} took {format_seconds(expected.alpha_s)}"
+            if link.latency_s > max(_LATE * expected.latency_s, expected.latency_s + _LATER_BY):
+                return f"takes {format_seconds(link.latency_s)}; {whose} took {format_seconds(expected.latency_s)}"
         if self.across(link.pair) and link.bytes_per_s < self._least:
             least = format_rate(self._least)
             return f"passes {format_rate(link.bytes_per_s)}; an adapter of its rate passes {least} at least"

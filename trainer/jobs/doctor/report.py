@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import inf, isinf
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.jobs.doctor.collectives import OPS, CollectiveTime
-from trainer.jobs.doctor.cost_model import LinearCost, fit_cost, model_cost
 from trainer.jobs.doctor.findings import ExaminedRanks, Finding
 from trainer.jobs.doctor.host_facts import HostFacts
-from trainer.jobs.doctor.links import Link, Pair, format_rate, median_link
+from trainer.jobs.doctor.links import Link, LinkSpeed, Pair, format_rate, median_link
 from trainer.jobs.doctor.shared_folder import FolderReport
 from trainer.launch.safe_files import replace_file
 from trainer.messages import format_count, format_names, format_seconds
@@ -33,7 +32,6 @@ class Examination:
     folder: list[FolderReport]
     offsets: list[float]  # seconds, of each rank's clock
     work: list[dict[str, Any]]  # of each rank: what it computes and copies in a second
-    kernels: dict[str, Any]  # times of operators
     links: list[Link]
     groups: Mapping[str, list[list[int]]]
     collectives: list[CollectiveTime]
@@ -45,7 +43,7 @@ class Examination:
 class Baseline:
     """What an earlier examination of the same ranks has measured."""
 
-    links: Mapping[Pair, LinearCost]  # by (sender, receiver)
+    links: Mapping[Pair, LinkSpeed]  # by (sender, receiver)
     collectives: Mapping[tuple[str, int, str], float]  # seconds, by collective, bytes and group
 
 
@@ -69,24 +67,9 @@ def parse_baseline(baseline: Mapping[str, Any], site: ExaminedRanks, facts: Sequ
     same = baseline.get("ranks") == [[host, each.device] for host, each in zip(site.hosts, facts, strict=True)]
     links, collectives = (baseline[key] if same else [] for key in ("links", "collectives"))
     return Baseline(
-        {(each["from"], each["to"]): LinearCost(each["latency_s"], each["bytes_per_s"]) for each in links},
+        {(each["from"], each["to"]): LinkSpeed(each["latency_s"], each["bytes_per_s"]) for each in links},
         {(each["op"], each["bytes"], each["group"]): each["seconds"] for each in collectives},
     )
-
-
-def median_link_of_group(links: Sequence[Link], members: Iterable[Sequence[int]]) -> LinearCost | None:
-    """The middle link between ranks that are in one group together; None: none was measured."""
-    blocks = [set(ranks) for ranks in members]
-    inside = [link for link in links if any({link.sender, link.receiver} <= block for block in blocks)]
-    return median_link(inside) if inside else None
-
-
-def expected_seconds(each: CollectiveTime, last: Baseline, link: LinearCost | None) -> float | None:
-    """What a collective should take: as last time, or else by a model of links like this one."""
-    before = last.collectives.get((each.op, each.bytes, each.group))
-    if before is not None or link is None:
-        return before
-    return model_cost(each.op, each.ranks, link).seconds(each.bytes)
 
 
 def judge_collectives(times: Sequence[CollectiveTime], last: Baseline) -> list[Finding]:
@@ -101,14 +84,9 @@ def judge_collectives(times: Sequence[CollectiveTime], last: Baseline) -> list[F
     return findings
 
 
-def report_data(examination: Examination, last: Baseline, baseline: Mapping[str, Any]) -> dict[str, Any]:
+def report_data(examination: Examination, baseline: Mapping[str, Any]) -> dict[str, Any]:
     """The content of doctor.json."""
     e = examination
-    middle = {name: median_link_of_group(e.links, members) for name, members in e.groups.items()}
-    # group by group, each collective from the smallest size to the largest
-    order = [(group, op) for group in e.groups for op in OPS]
-    times = sorted(e.collectives, key=lambda each: (order.index((each.group, each.op)), each.bytes))
-    rows = [{**asdict(each), "expected": expected_seconds(each, last, middle[each.group])} for each in times]
     return {
         "ok": not any(finding.level == "error" for finding in e.findings),
         "time": time.time(),
@@ -124,30 +102,13 @@ def report_data(examination: Examination, last: Baseline, baseline: Mapping[str,
             {"rank": rank, "delay_s": each.delay_s} for rank, each in enumerate(e.folder) if each.delay_s is not None
         ],
         "groups": dict(e.groups),
-        "collectives": rows,
-        "fits": _fits(rows),
-        "kernels": e.kernels,
+        "collectives": [asdict(each) for each in e.collectives],
         "links": [
             {"from": link.sender, "to": link.receiver, "latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
             for link in e.links
         ],
         "before": dict(baseline),
     }
-
-
-def _fits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """α and β of each collective over each group, and those of the times that are expected."""
-    sizes: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        sizes.setdefault((row["group"], row["op"], row["ranks"]), []).append(row)
-    fits = []
-    for (group, op, ranks), same in sizes.items():
-        measured = fit_cost([(row["bytes"], row["seconds"]) for row in same])
-        points = [(row["bytes"], row["expected"]) for row in same if row["expected"] is not None]
-        expected = asdict(fit_cost(points)) if points else {"alpha_s": None, "bytes_per_s": None}
-        named = {f"expected_{key}": value for key, value in expected.items()}
-        fits.append({"op": op, "group": group, "ranks": ranks, **asdict(measured), **named})
-    return fits
 
 
 def write_report(folder: Path, data: Mapping[str, Any]) -> Path:
@@ -165,9 +126,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and isinf(value) else value
 
 
-def report_lines(examination: Examination, data: Mapping[str, Any]) -> list[str]:
+def report_lines(examination: Examination) -> list[str]:
     """The examination, as it stands on the screen."""
-    return [*_host_lines(examination), *_link_lines(examination), *_table(data), *_verdict(examination)]
+    return [*_host_lines(examination), *_link_lines(examination), *_table(examination), *_verdict(examination)]
 
 
 def _host_lines(e: Examination) -> list[str]:
@@ -199,31 +160,23 @@ def _link_lines(e: Examination) -> list[str]:
         if same:
             usual, slowest = median_link(same), min(same, key=lambda link: link.bytes_per_s)
             rows.append(
-                f"links       {where}: {format_rate(usual.bytes_per_s)}, {format_seconds(usual.alpha_s)}; the slowest, "
-                f"rank {slowest.sender} to {slowest.receiver}: {format_rate(slowest.bytes_per_s)}"
+                f"links       {where}: {format_rate(usual.bytes_per_s)}, {format_seconds(usual.latency_s)}; the"
+                f" slowest, rank {slowest.sender} to {slowest.receiver}: {format_rate(slowest.bytes_per_s)}"
             )
     return rows
 
 
-def _table(data: Mapping[str, Any]) -> list[str]:
-    """A row for each collective over each group: its times by size, α, β, and what the largest should take."""
-    if not data["collectives"]:
+def _table(e: Examination) -> list[str]:
+    """A row for each collective over each group: its times by size."""
+    if not e.collectives:
         return []
-    widths = sorted({row["bytes"] for row in data["collectives"]})
-    columns = list(dict.fromkeys(format_size(width) for width in widths))
-    head = f"{'group':<16} {'collective':<15}" + "".join(f"{column:>9}" for column in columns)
-    rows = [f"{head}{'alpha':>9}{'expected':>10}{'beta':>11}{'expected':>11}"]
-    for row in data["fits"]:
-        same = [each for each in data["collectives"] if (each["op"], each["group"]) == (row["op"], row["group"])]
-        cells = {format_size(each["bytes"]): format_seconds(each["seconds"]) for each in same}
-        name = f"{row['group']} ({row['ranks']})" if row["op"] == next(iter(OPS)) else ""
-        expected = row["expected_alpha_s"], row["expected_bytes_per_s"]
-        rows.append(
-            f"{name:<16} {row['op']:<15}"
-            + "".join(f"{cells.get(column, ''):>9}" for column in columns)
-            + f"{format_seconds(row['alpha_s']):>9}{'' if expected[0] is None else format_seconds(expected[0]):>10}"
-            + f"{format_rate(row['bytes_per_s']):>11}{'' if expected[1] is None else format_rate(expected[1]):>11}"
-        )
+    columns = list(dict.fromkeys(format_size(size) for size in sorted({each.bytes for each in e.collectives})))
+    rows = [f"{'group':<16} {'collective':<15}" + "".join(f"{column:>9}" for column in columns)]
+    for group, op in dict.fromkeys((each.group, each.op) for each in e.collectives):
+        same = [each for each in e.collectives if (each.group, each.op) == (group, op)]
+        cells = {format_size(each.bytes): format_seconds(each.seconds) for each in same}
+        name = f"{group} ({same[0].ranks})" if op == next(iter(OPS)) else ""
+        rows.append(f"{name:<16} {op:<15}" + "".join(f"{cells.get(column, ''):>9}" for column in columns))
     return rows
 
 

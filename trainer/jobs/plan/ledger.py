@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from trainer.data.nested_tensors import tensors
-from trainer.jobs.plan.cpu_scratch import collective_scratch, convolution_scratch
 from trainer.jobs.plan.fake_mode import FakeRunMode, is_counted, is_propagating
+from trainer.jobs.plan.roofline import Roofline
 from trainer.jobs.plan.traffic import Traffic
-from trainer.jobs.plan.work import Work
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
@@ -45,10 +44,10 @@ class Peak:
 class Ledger(TorchDispatchMode):
     """Sees every operator inside it: the storages it makes, the bytes it sends, what it computes."""
 
-    def __init__(self, mode: FakeRunMode, traffic: Traffic, work: Work, on_cpu: bool) -> None:
+    def __init__(self, mode: FakeRunMode, traffic: Traffic, roofline: Roofline) -> None:
         super().__init__()
-        self.phase, self.traffic, self.work = "build", traffic, work
-        self._mode, self._on_cpu = mode, on_cpu
+        self.phase, self.traffic, self.roofline = "build", traffic, roofline
+        self._mode = mode
         self._numbers: dict[int, int] = {}  # of storages that are alive: identity → number in order of their making
         self._bytes: dict[int, int] = {}  # of those, by number
         self._kinds: dict[int, str] = {}  # what a storage is for; activations where it is not known
@@ -124,17 +123,12 @@ class Ledger(TorchDispatchMode):
         if not is_propagating() and not is_searching():
             sent = self.traffic.record(func, args, out, self.phase)
             if sent is not None:
-                self.label(sent.tensors, "gathered")
+                self.label(sent, "gathered")
             else:
-                self.work.record(func, args, kwargs or {}, out, self.phase)
+                self.roofline.record(func, args, kwargs or {}, out)
             for tensor in tensors(out):
                 if is_counted(tensor, self._mode):  # a view's storage is known already, and is not entered again
                     self._storage_number(tensor)
-            if self._on_cpu:  # after the output was entered: both are there before the kernel ends
-                if sent is not None:
-                    self._record_scratch(collective_scratch(sent.op, sent.bytes), "gathered")
-                else:
-                    self._record_scratch(convolution_scratch(func.name(), args, out), "activations")
         return out
 
     def __enter__(self) -> Ledger:
@@ -173,23 +167,11 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = id(storage)  # torch keeps the object as long as the storage lives
         if key not in self._numbers:
-            number = self._numbers[key] = self._new_number()
+            number = self._numbers[key] = len(self._makers)
+            self._makers[number], self._bytes[number] = self._running[-1], 0
             weakref.finalize(storage, self._record_release, key)  # called when the last tensor of it goes
             self._record_change(number, storage.nbytes())
         return self._numbers[key]
-
-    def _new_number(self) -> int:
-        number = len(self._makers)
-        self._makers[number], self._bytes[number] = self._running[-1], 0
-        return number
-
-    def _record_scratch(self, size: int, kind: str) -> None:
-        """A kernel has so many bytes for itself while it runs."""
-        if size:
-            number = self._new_number()
-            self._kinds[number] = kind
-            self._record_change(number, size)
-            self._record_change(number, 0)
 
     def record_size(self, storage: Any) -> None:
         """A storage that is known has been given memory, or has given it back."""

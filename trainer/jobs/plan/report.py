@@ -19,7 +19,7 @@ AS_ASKED = "as asked"  # the strategy that the command line names
 
 @dataclass(frozen=True)
 class Row:
-    """What one strategy takes on so many processes: the rank that holds most, and the time of a step."""
+    """What one strategy takes on so many processes: the rank that holds most, and about how long a step takes."""
 
     strategy: str
     arguments: str  # of the command line, which choose it
@@ -28,12 +28,9 @@ class Row:
     rank: int  # that holds most
     at_peak: Peak
     collectives: list[Collective]  # of that rank
-    compute_s: float
+    step_s: float | None  # about, of a step; None: not known
     host: int  # the most bytes that offloaded activations take in the host's memory
-    waiting_s: float  # for others: what does not travel while something is computed, and a pipeline's idle time
     fits: bool
-    divides: bool  # more than the samples
-    how: str  # simulated: run on tensors without values; computed: from what another strategy takes
     advice: str  # what to change where it does not fit; empty where it fits
     not_evaluated: str  # why evaluations are not in the peak; empty: they are
 
@@ -41,11 +38,6 @@ class Row:
     def peak(self) -> int:
         """Bytes."""
         return self.at_peak.bytes
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.compute_s + self.waiting_s
 
     def wire(self, between: bool) -> int:
         """Bytes that a rank sends in a step, between machines or inside one."""
@@ -59,13 +51,11 @@ def make_row(
     usages: Sequence[RankUsage],
     batches: BatchSizes,
     device: Device,
-    divides: bool,
-    how: str,
 ) -> Row:
     """The row of a strategy, from what its ranks use."""
     # memory of the rank that holds most, time of the slowest: these may be two ranks of a pipeline
     largest = max(usages, key=lambda usage: usage.peak.bytes)
-    compute, waiting = max((_seconds(usage, batches, device) for usage in usages), key=sum)
+    seconds = [took for usage in usages if (took := _step_seconds(usage, batches, device)) is not None]
     fits = largest.peak.bytes <= device.free
     return Row(
         strategy,
@@ -75,12 +65,9 @@ def make_row(
         largest.rank,
         largest.peak,
         largest.collectives,
-        compute,
+        max(seconds, default=None),
         max(usage.host for usage in usages),
-        waiting,
         fits,
-        divides,
-        how,
         "" if fits else _advise_by_kind(largest.peak, batches),
         largest.not_evaluated,
     )
@@ -98,24 +85,22 @@ def _advise_by_kind(peak: Peak, batches: BatchSizes) -> str:
     return f"most of it is activations: {smaller}strategy.activation_checkpointing=units, or precision=bf16"
 
 
-def _seconds(usage: RankUsage, batches: BatchSizes, device: Device) -> tuple[float, float]:
-    """How long a rank computes in a step, and how long it waits."""
-    compute = sum(usage.seconds.values())
-    # seconds of each kind of collective, as if nothing else used the link
-    took = {each: _send_seconds(each, device) for each in usage.collectives}
-    waiting = sum(seconds for each, seconds in took.items() if each.waits)
-    # what travels beside forward and backward is waited for only as far as it takes longer than they do
-    beside = sum(seconds for each, seconds in took.items() if not each.waits)
-    # processors that send cannot compute meanwhile
-    waiting += beside if device.is_host else max(0.0, beside - usage.seconds.get("forward and backward", 0.0))
+def _step_seconds(usage: RankUsage, batches: BatchSizes, device: Device) -> float | None:
+    """About how long a rank takes for a step, by the data sheet of its device; None: it has none."""
+    if usage.seconds is None:
+        return None
     # a pipeline's bubble: of P stages each is idle for P - 1 micro-batches
     stages = max((each.ranks for each in usage.collectives if each.op in ("send", "receive")), default=1)
-    waiting += usage.seconds.get("forward and backward", 0.0) * (stages - 1) / batches.micro_batches
-    return compute, waiting
-
-
-def _send_seconds(each: Collective, device: Device) -> float:
-    return device.send_seconds(each.op, each.ranks, each.between, each.calls, each.bytes, each.wire)
+    compute = usage.seconds * (1 + (stages - 1) / batches.micro_batches)
+    waited, beside = (
+        sum(
+            each.wire / ((device.between if each.between else device.inside) * 1e9)
+            for each in usage.collectives
+            if each.waits == waits
+        )
+        for waits in (True, False)
+    )
+    return waited + max(compute, beside)
 
 
 def row_facts(row: Row) -> dict[str, Any]:
@@ -135,11 +120,7 @@ def row_facts(row: Row) -> dict[str, Any]:
         "wire": {"inside": row.wire(between=False), "between": row.wire(between=True)},
         "collectives": [asdict(each) for each in row.collectives],
         "step_s": row.step_s,
-        "compute_s": row.compute_s,
-        "waiting_s": row.waiting_s,
         "fits": row.fits,
-        "divides": row.divides,
-        "how": row.how,
         "advice": row.advice,
     }
 
@@ -154,7 +135,8 @@ def format_plan_table(rows: Sequence[Row], refused: Mapping[str, str], device: D
     if not rows:
         return left_out
     width = max(len(row.arguments or AS_ASKED) for row in rows)
-    columns = ["peak", *KINDS, "inside", "between", "step ms"]
+    timed = rows[0].step_s is not None
+    columns = ["peak", *KINDS, "inside", "between", *(["about ms"] if timed else [])]
     place = f"{format_count(rows[0].processes, 'process')} on {device.name}, of {device.memory:g} GiB each"
     lines = [
         "",
@@ -163,9 +145,9 @@ def format_plan_table(rows: Sequence[Row], refused: Mapping[str, str], device: D
     ]
     for row in rows:
         sizes = [row.peak, *(row.at_peak.by_kind[kind] for kind in KINDS), row.wire(False), row.wire(True)]
-        cells = [f"{size / _MIB:>11,.1f}" for size in sizes] + [f"{row.step_s * 1e3:>11,.1f}"]
+        cells = [f"{size / _MIB:>11,.1f}" for size in sizes]
+        cells += [f"{row.step_s * 1e3:>11,.2g}"] if row.step_s is not None else []
         verdict = "yes" if row.fits else f"no: {(row.peak - device.free) / _MIB:,.0f} MiB too many; {row.advice}"
-        verdict = verdict if row.how == "simulated" else f"computed: {verdict}"
         lines.append(f"{row.arguments or 'as asked':<{width}} {' '.join(cells)}  {verdict}")
     # the same network and task under every strategy, so one reason is enough
     without = next((row.not_evaluated for row in rows if row.not_evaluated), "")
@@ -178,7 +160,7 @@ def format_plan_table(rows: Sequence[Row], refused: Mapping[str, str], device: D
     return [*lines, *([f"left out    evaluations, which cannot be tried: {without}"] if without else []), *left_out]
 
 
-def advise(rows: Sequence[Row], facts: Mapping[str, Any], device: Device) -> list[str]:
+def advise(rows: Sequence[Row], facts: Mapping[str, Any]) -> list[str]:
     """What to use, and of how many processes each strategy fits at least."""
     least: dict[str, int] = {}  # strategy → the smallest number of processes on which it fits
     for row in sorted(rows, key=lambda row: row.processes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,14 +74,6 @@ class Collective:
         return self.bytes * factors.get(self.op, share)
 
 
-class Sent(NamedTuple):
-    """One call of a collective."""
-
-    op: str
-    bytes: int  # of the whole tensor
-    tensors: list[Tensor]  # that it reads and fills
-
-
 class Traffic:
     """The collectives of a step, added up by kind and group."""
 
@@ -95,8 +87,8 @@ class Traffic:
         """The groups of the strategy: functional collectives say a name."""
         self._groups = {group.group_name: group for group in groups}
 
-    def record(self, func: Any, args: Any, out: Any, phase: str) -> Sent | None:
-        """Add a collective up; what is sent, or None where the operator is none."""
+    def record(self, func: Any, args: Any, out: Any, phase: str) -> list[Tensor] | None:
+        """Add a collective up; the tensors that it reads and fills, or None where the operator is none."""
         name = func.name().partition(".")[0]  # c10d::allreduce_ or _c10d_functional::all_reduce, without the overload
         if op := _COLLECTIVES.get(name):
             group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
@@ -109,9 +101,8 @@ class Traffic:
         else:
             return None
         # the larger side is the whole: of an all-gather what is received, of a reduce-scatter what is given
-        whole = max(_bytes(side) for side in sides)
-        self._add(op, group, whole, waits)
-        return Sent(op, whole, [tensor for side in sides for tensor in side])
+        self._add(op, group, max(_bytes(side) for side in sides), waits)
+        return [tensor for side in sides for tensor in side]
 
     def _find_group(self, group: Any) -> ProcessGroup:
         return self._groups[group] if isinstance(group, str) else ProcessGroup.unbox(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,8 +20,8 @@ from trainer.jobs.plan.fake_mode import FakeRunMode, make_network, torch_without
 from trainer.jobs.plan.forks import run_forked
 from trainer.jobs.plan.host_memory import CountedCopies
 from trainer.jobs.plan.ledger import Ledger, Peak
+from trainer.jobs.plan.roofline import Roofline
 from trainer.jobs.plan.traffic import Collective, Traffic
-from trainer.jobs.plan.work import Work
 from trainer.jobs.preparation import prepare_network
 from trainer.jobs.run_parts import RunParts
 from trainer.learning.optimizer import parameter_groups
@@ -43,7 +42,7 @@ class RankUsage:
     rank: int
     peak: Peak
     collectives: list[Collective]  # of one step
-    seconds: Mapping[str, float]  # of computing, by phase
+    seconds: float | None  # of computing, roughly; None: not known
     host: int = 0  # the most bytes that offloaded activations take in the host's memory
     not_evaluated: str = ""  # why evaluations are not in the peak; empty: they are, or there are none
 
@@ -53,14 +52,14 @@ class _StepCounts:
     """What one step sends and computes."""
 
     collectives: list[Collective]
-    seconds: dict[str, float]  # by phase
+    seconds: float | None
 
     def extended(self, longer: _StepCounts, times: int) -> _StepCounts:
         """This step and so often what a longer one has more: that of one more micro-batch."""
         more = {each.key: each for each in longer.collectives}
         return _StepCounts(
             [each.extended(more[each.key], times) for each in self.collectives],
-            {name: took + times * (longer.seconds[name] - took) for name, took in self.seconds.items()},
+            None if self.seconds is None else self.seconds + times * ((longer.seconds or 0.0) - self.seconds),
         )
 
     def with_share(self, others: _StepCounts, count: int) -> _StepCounts:
@@ -69,10 +68,8 @@ class _StepCounts:
         for each in others.collectives:
             share = replace(each, calls=each.calls / count, bytes=round(each.bytes / count))
             sums[each.key] = sums[each.key].plus(share) if each.key in sums else share
-        seconds = {name: took / count for name, took in others.seconds.items()}
         return _StepCounts(
-            [*sums.values()],
-            {name: self.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in self.seconds | seconds},
+            [*sums.values()], None if self.seconds is None else self.seconds + (others.seconds or 0.0) / count
         )
 
 
@@ -101,10 +98,13 @@ class StrategyTrial:
             return needed, FakeGroup.mail
 
     def _run_steps(self, strategy: Strategy, rank: int) -> RankUsage:
-        mode, traffic, work = FakeRunMode(), Traffic(self.device.per_machine), Work(self.device)
+        machine = strategy.machine
+        tf32 = machine.tf32 and machine.precision == "fp32"
+        mode, traffic = FakeRunMode(), Traffic(self.device.per_machine)
+        roofline = Roofline(self.device, "tf32" if tf32 else machine.precision)
         traffic.register_groups(strategy.groups())
         on_cpu = self.device.name == DEVICES["cpu"].name
-        ledger = Ledger(mode, traffic, work, on_cpu)
+        ledger = Ledger(mode, traffic, roofline)
         copies = CountedCopies(strategy.device)
         strategy.host_copies = lambda _: None if on_cpu else copies  # a host has one memory
         # before the mode: data sets and transforms need values
@@ -113,7 +113,7 @@ class StrategyTrial:
             batches = [_without_values(batch, mode) for batch in batches]
             evaluated = [_without_values(batch, mode) for batch in evaluated]
             # build what fit builds, in the same order, with a network that has shapes and no values
-            run = replace(self.run, strategy=strategy, machine=strategy.machine)
+            run = replace(self.run, strategy=strategy, machine=machine)
             run.make_network = partial(make_network, self.run.make_network, mode)
             prepared = prepare_network(run, partial(_example, batches[0]))
             parallel = strategy.build(run.task, prepared.network, _example(batches[0]))
@@ -132,10 +132,10 @@ class StrategyTrial:
             counts: list[_StepCounts] = []
             for number, tried in enumerate(_tried_batches(batches, parallel.interleaves)):
                 self._run_step(parallel, optimizer, tried, number, ledger)
-                step = _StepCounts(traffic.take(), work.take())
+                step = _StepCounts(traffic.take(), roofline.take())
                 for later in range(strategy.period):
                     parallel.after_step(number * strategy.period + later + 1)
-                counts.append(step.with_share(_StepCounts(traffic.take(), work.take()), strategy.period))
+                counts.append(step.with_share(_StepCounts(traffic.take(), roofline.take()), strategy.period))
             ledger.phase = EVALUATION  # of a larger batch, so it may be what takes most
             not_evaluated = "; ".join(_evaluate(parallel, batch) for batch in evaluated)
         # the first step is like no other; of many micro-batches the last two steps tell what one more takes
