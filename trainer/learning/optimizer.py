@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from trainer.learning.optimizer_leaves import optimizer_leaves
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import Rule
-from trainer.learning.short_step import make_step
 from trainer.messages import Refusal
 
 EMPTY_ERROR = "empty parameter list"  # what torch says of an optimizer that gets nothing
@@ -46,7 +45,7 @@ def without_compiler(target: Callable[..., Any]) -> Callable[..., Any]:
     wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     methods: dict[str, Any] = {name: unwrap(getattr(kind, name)) for name in wrapped}
     # the hooks of a step are not lost: torch puts them around it for each class, as the first of it is made
-    methods |= {"step": make_step(kind)}
+    methods["step"] = torch.no_grad()(unwrap(kind.step))
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**methods, **names})
 
