@@ -1,6 +1,6 @@
 """Draw docs/curves.svg: one configuration under four strategies, and how far their losses are apart.
 
-    python scripts/curves.py        trains single, ddp, tp and ddp_tp in a temporary folder, then draws
+python scripts/curves.py        trains single, ddp, tp and ddp_tp in a temporary folder, then draws
 """
 
 from __future__ import annotations

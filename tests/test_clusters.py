@@ -19,7 +19,7 @@ from trainer.configuration.multirun import parse_multirun
 from trainer.configuration.schema import parse_settings
 
 ROOT = Path(__file__).resolve().parent.parent
-SLURM, KUBERNETES = ROOT / "scripts" / "slurm", ROOT / "scripts" / "kubernetes"
+SLURM, KUBERNETES = ROOT / "scripts" / "clusters" / "slurm", ROOT / "scripts" / "clusters" / "kubernetes"
 SCRIPTS = sorted(SLURM.glob("*.sbatch"))
 
 
@@ -90,10 +90,10 @@ def test_a_train_job_fits_its_runtime() -> None:
 
 
 def test_a_task_of_skypilot() -> None:
-    task = yaml.safe_load((ROOT / "scripts/skypilot.yaml").read_text())
+    task = yaml.safe_load((ROOT / "scripts/clusters/skypilot.yaml").read_text())
     assert task["num_nodes"] > 1
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]  # stopped as requested, and saved
-    before, _, words = task["run"].replace("\\\n", " ").strip().partition("scripts/kubernetes/entrypoint ")
+    before, _, words = task["run"].replace("\\\n", " ").strip().partition("scripts/clusters/kubernetes/entrypoint ")
     assert before.splitlines()[-1] == "sh "
     settings = parse_settings(compose(shlex.split(words)))
     assert settings.run.dir.startswith("/runs/")

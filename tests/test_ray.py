@@ -19,7 +19,14 @@ def test_a_killed_worker_costs_the_run_nothing(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     finish(single(*RUN, "processes=2", "run.dir=undisturbed"), tmp_path)
     folder = tmp_path / "disturbed"
-    script = [sys.executable, str(ROOT / "scripts/ray_train.py"), "--workers", "2", "--storage", str(tmp_path / "ray")]
+    script = [
+        sys.executable,
+        str(ROOT / "scripts/clusters/ray_train.py"),
+        "--workers",
+        "2",
+        "--storage",
+        str(tmp_path / "ray"),
+    ]
     # Ray's sockets lie below its folder, and their paths may have 107 letters at most
     command = Command([*script, *RUN, f"run.dir={folder}"], tmp_path, {"RAY_TMPDIR": "/tmp", "TMPDIR": "/tmp"})
     command.wait_for_step(folder, 11)  # the first epoch is over

@@ -1,4 +1,4 @@
-"""scripts/slurm on a real Slurm: a job that was preempted or is out of time goes on later; a cancelled one does not."""
+"""The scripts for Slurm on a real one: a preempted job, or one out of time, goes on later; a cancelled one does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.warm import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
 
-SCRIPTS = ROOT / "scripts" / "slurm"
+SCRIPTS = ROOT / "scripts" / "clusters" / "slurm"
 EXCLUSIVE = ("--nodes=2", "--exclusive")
 TORCHRUN = ("--gpus-per-node=1", "--cpus-per-task=1", "torchrun.sbatch")
 SRUN = ("--gpus-per-node=1", "--cpus-per-task=1", "--ntasks-per-node=1", "srun.sbatch")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Train under Ray Train: each of its workers is one rank of a run, and after a failure Ray starts all of them again.
 
-    python scripts/ray_train.py --workers 2 model=resnet50 strategy=fsdp run.dir=/shared/runs/first
-    python scripts/ray_train.py --workers 16 --gpu --storage /shared/ray model=resnet50 run.dir=/shared/runs/first
+    python scripts/clusters/ray_train.py --workers 2 model=resnet50 strategy=fsdp run.dir=/shared/runs/a
+    python scripts/clusters/ray_train.py --workers 16 --gpu --storage /shared/ray model=resnet50 run.dir=/shared/runs/a
 
 All words after the options are those of `python -m trainer`. run.dir must lie in a folder that all machines share: a
 run that is started again goes on from its newest checkpoint there. Ray gets the metrics of each evaluation, and at the
@@ -27,7 +27,7 @@ try:
     from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 except ImportError as error:
-    sys.exit(f"scripts/ray_train.py needs Ray Train ({error}): pip install -e '.[ray]'")
+    sys.exit(f"scripts/clusters/ray_train.py needs Ray Train ({error}): pip install -e '.[ray]'")
 
 
 def work(words: dict[str, list[str]]) -> None:
