@@ -144,12 +144,12 @@ def test_the_record_of_the_last_collectives_can_be_read() -> None:
             assert "version" in json.loads(getattr(module, name)())
 
 
-def test_a_modules_tensors_lie_in_these_tables() -> None:
-    """trainer/parallel/pipeline/untraced_stage.py: two modules share them, so that a parameter is replaced in both."""
-    from trainer.parallel.pipeline.untraced_stage import TABLES
+def test_a_modules_tensors_and_hooks_lie_in_these_tables() -> None:
+    """trainer/parallel/pipeline/stages.py: two modules share them, so that a parameter is replaced in both."""
+    from trainer.parallel.pipeline.stages import HOOKS, TABLES
 
     module = torch.nn.Linear(2, 2)
-    assert set(TABLES) < vars(module).keys()
+    assert {*TABLES, *HOOKS} < vars(module).keys()
     module.weight = other = torch.nn.Parameter(torch.zeros(2, 2))
     assert vars(module)["_parameters"]["weight"] is other
 

@@ -28,8 +28,8 @@ from trainer.strategies.pp import PP
 from trainer.strategies.single import Single
 
 
-class Skips(nn.Module):
-    """Values used again stages later, a shape, a mask, a running count, and places where nothing may be in order."""
+class Layers(nn.Module):
+    """A shape, a mask, a buffer, and values that are handed on and not in order in memory."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class Skips(nn.Module):
         x = inputs["x"]
         early = F.gelu(self.first(x)).t().contiguous().t() * self.scale + self.place  # (B, 16), not in order in memory
         batch = early.shape[0]
-        y = self.dropout(self.second(early)) * (x[:, :1] > -1)
-        y = F.gelu(self.third(y)) + early
+        y = (self.dropout(self.second(early)) * (x[:, :1] > -1)).t().contiguous().t()
+        y = F.gelu(self.third(y))
         return self.last(y.view(batch, -1) * self.scale)
 
     def plan(self) -> Plan:
@@ -54,20 +54,19 @@ class Skips(nn.Module):
         return Plan(tensor={"second": ColwiseParallel(), "third": RowwiseParallel()}, cuts=("third",))
 
 
-class Indices(nn.Module):
-    """Hands on which channel was the largest: whole numbers, through which no gradient can come back."""
+class Recalling(nn.Module):
+    """It uses what is handed on once more, in a way that no gradient can come back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(12, 4), nn.Linear(4, 4)
+        self.first, self.middle, self.last = nn.Linear(12, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, inputs: Any) -> Tensor:
         early = self.first(inputs["x"])
-        largest = early.argmax(-1)
-        return self.last(early) + F.one_hot(largest, 4)
+        return self.last(self.middle(early) * early.detach())
 
     def plan(self) -> Plan:
-        return Plan(cuts=("last",))
+        return Plan(cuts=("middle",))
 
 
 class Images(nn.Module):
@@ -81,14 +80,14 @@ class Images(nn.Module):
         return self.network(inputs["image"])
 
 
-class Unreadable(toys.Unread):
-    """Blocks in a forward that no graph can be made of."""
+class Blocks(toys.Blocks):
+    """Blocks that are given a mask."""
 
     def forward(self, inputs: Any) -> Tensor:
         return super().forward(inputs["x"])
 
 
-class Guided(Unreadable):
+class Guided(Blocks):
     """Something learned goes to every block, beside what goes from block to block."""
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class Guided(Unreadable):
         return hidden
 
 
-class Drawing(Unreadable):
+class Drawing(Blocks):
     """It draws by itself, outside of its blocks: a dropout before each of them, and which of them count half."""
 
     def through(self, hidden: Tensor, x: Tensor) -> Tensor:
@@ -116,14 +115,14 @@ class Drawing(Unreadable):
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "skips": Skips,
-    "dropout": lambda: Skips(0.4),
-    "indices": Indices,
+    "layers": Layers,
+    "dropout": lambda: Layers(0.4),
+    "recalling": Recalling,
     "resnet": lambda: Images(resnet18(4, 3, 8)),
-    "unread": Unreadable,
+    "blocks": Blocks,
     "guided": Guided,
-    "unread, drawing": Drawing,
-    "unread, dropout": lambda: Unreadable(dropout=0.4),
+    "blocks, drawing": Drawing,
+    "blocks, dropout": lambda: Blocks(dropout=0.4),
     "vit": lambda: Images(VisionTransformer(4, 3, 8, patch_size=4, width=24, heads=4)),
 }
 
@@ -150,7 +149,7 @@ class Run:
     """A few steps of a network under pp with these fields, or under single where there are none."""
 
     fields: dict[str, Any] | None = None
-    network: str = "skips"
+    network: str = "layers"
     micro_batches: int = 4
     samples: int = 24  # of a global batch
     precision: str = "fp64"
@@ -334,17 +333,15 @@ FOUR = {"pipe": 2, "replicate": 2, "schedule": "Interleaved1F1B", "activation_ch
 @pytest.mark.parametrize(
     ("size", "fields", "network"),
     [
-        (2, {}, "unread"),
+        (2, {}, "blocks"),
         pytest.param(4, FOUR, "guided", marks=pytest.mark.long),
-        pytest.param(4, {"pipe": 2, "shard": 2, "reshard_after_forward": True}, "unread", marks=pytest.mark.long),
-        pytest.param(4, FOUR, "unread", marks=pytest.mark.long),
-        pytest.param(4, {"pipe": 2, "tensor": 2, "schedule": "ZBVZeroBubble"}, "unread", marks=pytest.mark.long),
+        pytest.param(4, {"pipe": 2, "shard": 2, "reshard_after_forward": True}, "blocks", marks=pytest.mark.long),
+        pytest.param(4, FOUR, "blocks", marks=pytest.mark.long),
+        pytest.param(4, {"pipe": 2, "tensor": 2, "schedule": "ZBVZeroBubble"}, "blocks", marks=pytest.mark.long),
         pytest.param(4, {"pipe": 2, "shard": 2}, "guided", marks=pytest.mark.long),
     ],
 )
-def test_a_forward_that_cannot_be_read_is_cut_between_its_blocks(
-    train: Any, size: int, fields: dict[str, Any], network: str
-) -> None:
+def test_a_network_of_blocks_is_cut_between_them(train: Any, size: int, fields: dict[str, Any], network: str) -> None:
     run = Run(fields, network=network)
     same(train(size, run), train(1, run.alone())[0])
 
@@ -375,7 +372,7 @@ def test_recomputing_changes_nothing(train: Any, schedule: str, mode: str) -> No
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_a_forward_draws_outside_of_its_blocks_is_that_of_one_process(train: Any, stages: int) -> None:
     schedule = "Interleaved1F1B" if stages > 1 else "1F1B"
-    run = Run({"schedule": schedule, "stages_per_rank": stages}, network="unread, drawing")
+    run = Run({"schedule": schedule, "stages_per_rank": stages}, network="blocks, drawing")
     same(train(2, run), train(1, run.alone())[0])
 
 
@@ -387,7 +384,7 @@ def test_what_a_forward_draws_outside_of_its_blocks_is_that_of_one_process(train
         pytest.param(
             {"schedule": "Interleaved1F1B", "activation_checkpointing": "units"}, "dropout", marks=pytest.mark.long
         ),
-        pytest.param({"activation_checkpointing": "units"}, "unread, dropout", marks=pytest.mark.long),
+        pytest.param({"activation_checkpointing": "units"}, "blocks, dropout", marks=pytest.mark.long),
     ],
 )
 def test_dropout_follows_from_numbers(processes: Processes, fields: dict[str, Any], network: str) -> None:
@@ -406,12 +403,12 @@ def test_dropout_follows_from_numbers(processes: Processes, fields: dict[str, An
 @pytest.mark.parametrize(
     ("fields", "precision", "network"),
     [
-        pytest.param({}, "bf16", "skips", marks=pytest.mark.long),
-        ({}, "fp16", "skips"),
-        pytest.param({"pipe": 2, "shard": 2}, "bf16", "skips", marks=pytest.mark.long),
-        pytest.param({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "skips", marks=pytest.mark.long),
-        pytest.param({}, "bf16", "unread", marks=pytest.mark.long),
-        pytest.param({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "unread", marks=pytest.mark.long),
+        pytest.param({}, "bf16", "layers", marks=pytest.mark.long),
+        ({}, "fp16", "layers"),
+        pytest.param({"pipe": 2, "shard": 2}, "bf16", "layers", marks=pytest.mark.long),
+        pytest.param({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "layers", marks=pytest.mark.long),
+        pytest.param({}, "bf16", "blocks", marks=pytest.mark.long),
+        pytest.param({"pipe": 2, "shard": 2, "param_dtype": "bf16"}, "fp32", "blocks", marks=pytest.mark.long),
     ],
 )
 def test_half_precision_travels_between_stages(
@@ -507,8 +504,8 @@ def test_what_a_pipeline_cannot_do_is_refused_before_any_group(case: str) -> Non
         strategy.data_ranks(wrong.world)
         strategy.refuse_compile()
         strategy.refuse_shares(wrong.world, wrong.share, wrong.micro_batches, wrong.uneven)
-        strategy.check(Weighted(), Skips(), wrong.world)
-        strategy.refuse_forward(Weighted(), Skips(), wrong.world, lambda: None)
+        strategy.check(Weighted(), Layers(), wrong.world)
+        strategy.refuse_forward(Weighted(), Layers(), wrong.world, lambda: samples(0, 2))
 
 
 @pytest.mark.long
@@ -519,9 +516,9 @@ def test_what_torch_can_run_is_not_refused(train: Any) -> None:
 
 
 def test_values_without_a_gradient_and_unlike_micro_batches_end_in_words(processes: Processes) -> None:
-    for size in (2, 4):  # every rank hears of it, and none waits
-        with pytest.raises(AssertionError, match=r"stage 1 would receive torch\.int64 of shape .*: cut elsewhere"):
-            processes.run(size, learn, Run({"pipe": 2, "replicate": size // 2}, network="indices"))
+    for size in (2, 4):
+        with pytest.raises(AssertionError, match="what a stage hands on needs what only an earlier stage knows"):
+            processes.run(size, learn, Run({"pipe": 2, "replicate": size // 2}, network="recalling"))
     with pytest.raises(AssertionError, match="differ in shape, and those of a pipeline must be alike"):
         processes.run(2, learn, Run({}, samples=25))
 

@@ -76,24 +76,6 @@ class Net(nn.Module):
         return Plan(tensor={"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-class Asserting(Net):
-    """These lines change nothing. They stand here because pytest writes the assertions of a test's file anew."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.shape[1] <= WIDTH, f"{x.shape[1]} is too long"
-        assert x.dim() == 2
-        return super().forward(x)
-
-
-class Stubborn(Net):
-    """No assertion, though one follows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        large = bool(x.sum() > 0)
-        assert self.up is not self.down
-        return super().forward(x if large else -x)
-
-
 class Block(nn.Module):
     """What a transformer repeats, but for its attention: a mask says who sees whom."""
 
@@ -106,8 +88,8 @@ class Block(nn.Module):
         return hidden + self.dropout(self.down(F.gelu(self.up(mask @ self.norm(hidden))))), mask
 
 
-class Unread(nn.Module):
-    """What no graph can be made of, as people write it: a len(), a type that is asked for, a train() of its own."""
+class Blocks(nn.Module):
+    """A network as people write it: a len(), a type that is asked for, a train() of its own."""
 
     def __init__(self, depth: int = 4, dropout: float = 0.0) -> None:
         super().__init__()

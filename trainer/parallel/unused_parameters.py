@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.parallel.device_mesh import split_axes
 from trainer.parallel.module_units import ancestors, can_be_unit
-from trainer.parallel.pipeline.fake_forward import FakeMode, copy_step, fake_tensors, graph_leaves, has_values
-from trainer.parallel.pipeline.fx_trace import NETWORK
+from trainer.parallel.pipeline.fake_forward import NETWORK, FakeMode, copy_step, fake_tensors, graph_leaves, has_values
 from trainer.parallel.ranks import Ranks
 
 _AT = torch.ops.aten

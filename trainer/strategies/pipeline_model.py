@@ -175,7 +175,6 @@ class PipelineModel(ShardedModel):
             batch, place = batches[index], self.strategy
             # as on one device, but different random numbers for each stage
             self.rng.begin_forward(batch.indices, step, index, place.data_group.rank, stage.number)
-            self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
             with set_gather_span(batch.span):
                 if stage.number != self._last:
                     return self._run_stage(stage, received, batch.inputs, batch.targets)
@@ -191,7 +190,6 @@ class PipelineModel(ShardedModel):
     ) -> Any:
         """The same in an evaluation: the random numbers do not depend on the other stages of this rank."""
         self.rng.begin_evaluation(indices)
-        self.rng.skip_calls(vars(stage.body).get("earlier_calls", {}))
         return self._run_stage(stage, received, inputs, targets)
 
     def _run_stage(self, stage: Stage, received: tuple[Tensor, ...], inputs: Any, targets: Any) -> Any:
@@ -242,8 +240,8 @@ class PipelineModel(ShardedModel):
                 number,
                 self._layout.count,
                 self.strategy.device,
-                input_args=_receive_buffers(number, handed[number]),
-                output_args=loss if number == self._last else _receive_buffers(number + 1, handed[number + 1]),
+                input_args=_receive_buffers(handed[number]),
+                output_args=loss if number == self._last else _receive_buffers(handed[number + 1]),
                 group=self._pipeline.group,
             )
             for number, stage in self._stages.items()
@@ -251,12 +249,6 @@ class PipelineModel(ShardedModel):
         return make_pipeline_schedule(self._schedule_name, stages, micro_batches)
 
 
-def _receive_buffers(number: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _receive_buffers(received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Empty tensors like those that a stage receives, which a gradient comes back for."""
-    for value in received:
-        if not value.is_floating_point():
-            raise RuntimeError(
-                f"stage {number} would receive {value.dtype} of shape {tuple(value.shape)}, through which no"
-                " gradient can come back: cut elsewhere, in the plan's cuts"
-            )
     return tuple(torch.empty_like(value, requires_grad=True) for value in received)

@@ -119,8 +119,7 @@ class PP(Meshed):
     def refuse_forward(self, task: Task, network: nn.Module, world_size: int, example: Callable[[], Any]) -> None:
         """Refuse a network that cannot be cut into so many stages."""
         step, cuts, count = TaskNetwork(task, network), task.plan(network).cuts, self.layout(world_size).count
-        if not cut_stages(step, cuts, count):  # most forwards can be read without a batch
-            cut_stages(step, cuts, count, example(), held=(), may_draw=self.dropout == "sample")
+        cut_stages(step, cuts, count, example(), held=(), may_draw=self.dropout == "sample")
 
     @override
     def notes(self, network: nn.Module) -> list[str]:

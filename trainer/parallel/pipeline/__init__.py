@@ -1,6 +1,5 @@
 """A network cut into stages, and micro-batches that flow through them.
 
-`cut` decides where to cut, and which of two ways makes the stages. `stages` makes them from a graph of the forward,
-which `fx_trace` reads. `untraced_stage` runs a forward that cannot be read as a graph; `fake_forward` says what each
-stage needs for that. `schedule` runs the stages of a rank.
+`cut` decides where to cut. `fake_forward` runs the network's own code on shapes and says what each stage needs, and
+`stages` makes the stages, which run it, too. `schedule` runs the stages of a rank.
 """

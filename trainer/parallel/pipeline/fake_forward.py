@@ -22,8 +22,8 @@ from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.messages import first_line
 from trainer.parallel.meta_model import named_state
 from trainer.parallel.module_units import ancestors
-from trainer.parallel.pipeline.fx_trace import NETWORK
 
+NETWORK = "network"  # the attribute under which a step holds its network
 _AT = torch.ops.aten
 # operators that make a tensor in the shape of another one
 _LIKE_OPERATORS = {_AT.new_ones, _AT.new_zeros, _AT.new_full, _AT.ones_like, _AT.zeros_like, _AT.full_like}
@@ -115,28 +115,40 @@ class FakeForward:
     """One forward of the whole network, in which the inputs of every stage after the first are new leaves of autograd.
 
     So autograd keeps a graph for each stage. The leaves of this graph are what the stage needs, and nothing can pass by
-    a cut unseen. `handed_on`: of each cut, which arguments are handed on. `owner`: parameter → its stage. may_draw:
-    random numbers of the forward follow from numbers, so they are the same in every stage that runs it.
+    a cut unseen. `handed_on`: of each cut, which arguments are handed on. `owner`: parameter → its stage. `called`:
+    those of the watched modules that are called once, in order. may_draw: random numbers of the forward follow from
+    numbers, so they are the same in every stage that runs it.
     """
 
-    def __init__(self, step: nn.Module, cuts: list[str], example: Any, may_draw: bool) -> None:
+    def __init__(
+        self, step: nn.Module, cuts: list[str], example: Any, may_draw: bool, watched: Iterable[str] = ()
+    ) -> None:
         self._network, self._cuts, self._may_draw = step.get_submodule(NETWORK), cuts, may_draw
         self.handed_on: list[list[ArgumentKey]] = []
         self._inputs: list[list[Tensor]] = []  # the new leaves that each stage after the first begins with
+        self._given: list[list[Tensor]] = []  # copies of them, which it may write into
         self._substitutions = TensorSubstitutions()
         self._leaves: list[set[Tensor]] = []  # of each stage's graph: parameters and inputs that it needs
         fakes = fake_tensors(self._network, torch.device("cpu"))
+        self._fakes = {*fakes.values()}
         # fake → parameter; frozen ones, too, because a stage needs them as well
         self._parameters = {fakes[p]: p for p in self._network.parameters() if p.is_floating_point()}
         for fake in self._parameters:
             fake.requires_grad_()
         copy = copy_step(step, fakes)
+        calls: Counter[str] = Counter()
+        for name in watched:
+            module = copy.get_submodule(f"{NETWORK}.{name}")
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
         # watch the calls of the modules to cut at, and of those beside them
         for name in dict.fromkeys(name for cut in cuts for name in siblings(self._network, cut)):
             module = copy.get_submodule(f"{NETWORK}.{name}")
-            vars(module)["forward"] = partial(self._call, name, module.forward)
+            vars(module)["forward"] = partial(self._call, name, module, module.forward)
         self._evaluated: Counter[str] | None = None  # how often each module was called in an evaluation
         self._run(copy, map_tensors(example, lambda tensor: tensor.detach().cpu().clone()))
+        self.called = [name for name, count in calls.items() if count == 1]
+        # of each stage after the first: does it write into what it is given?
+        self.writes = [any(map(count_writes, given)) for given in self._given]
         self.owner = self._owners()
         self._refuse_several_calls(copy.eval(), example)
 
@@ -171,12 +183,15 @@ class FakeForward:
             if self._evaluated[cut] > 1:
                 raise CannotCut(f"{cut} is called {self._evaluated[cut]} times in an evaluation, and a stage runs once")
 
-    def _call(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A block is called. If it is cut, its arguments end one stage, and new leaves begin the next."""
         if self._evaluated is not None:
             self._evaluated[name] += 1
             return forward(*args, **kwargs)
         args, kwargs = self._substitutions.apply(args, kwargs)
+        # where a stage begins, and beside it, the network's own module is called, whose weights nobody replaces
+        if (name in self._cuts or self.handed_on) and not self._fakes.issuperset(module.parameters()):
+            raise CannotCut(f"{name} is called with other parameters than its own")
         if name not in self._cuts:
             return forward(*args, **kwargs)
         number = len(self.handed_on)
@@ -194,8 +209,9 @@ class FakeForward:
         self._end_stage(handed)
         self.handed_on.append(list(handed.values()))
         self._inputs.append([value.detach().requires_grad_() for value in handed])
-        for value, leaf in zip(handed, self._inputs[-1], strict=True):
-            self._substitutions.put(value, leaf)
+        self._given.append([leaf.clone() for leaf in self._inputs[-1]])
+        for value, given in zip(handed, self._given[-1], strict=True):
+            self._substitutions.put(value, given)
         args, kwargs = self._substitutions.apply(args, kwargs)
         return forward(*args, **kwargs)
 

@@ -1,179 +1,214 @@
-"""Stages as modules: made from a graph of the forward, and all stages of one rank as one module."""
+"""Stages as modules: each runs the whole forward, and computes its own part. All stages of one rank as one module."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor, nn
 
-from trainer.messages import Refusal, did_you_mean
-from trainer.parallel.meta_model import named_state
+from trainer.data.nested_tensors import first_tensor, tensors
 from trainer.parallel.module_units import ancestors
-from trainer.parallel.pipeline.fx_trace import NETWORK, GraphFlow, get_tensor, is_in_place, trace
-from trainer.parallel.rng.random_draw import with_call_site
+from trainer.parallel.pipeline.fake_forward import (
+    NETWORK,
+    ArgumentKey,
+    FakeForward,
+    TensorSubstitutions,
+    copy_step,
+    fake_tensors,
+    get_argument,
+    has_values,
+    siblings,
+)
 
-WITHOUT_STAGES = "strategy=fsdp and strategy=ddp need no cutting"
-BATCH = 2  # arguments of every stage before what is handed on: inputs, targets
+# What a module is for a stage. "local": it lies in this stage. "remote": it lies in another one. "opened": its code
+# runs in this stage, and each child has a kind of its own: a cut is inside it, or it has no parameters, or those of
+# several stages.
+ModuleKind = Literal["local", "remote", "opened"]
+TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # where a module keeps its tensors
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # and what runs before and after its forward
 
 
-def make_traced_stages(step: nn.Module, names: list[str], count: int) -> list[fx.GraphModule]:
-    """The stages as ranges of a graph of calls. Untraceable where the forward is none.
+def make_stages(
+    step: nn.Module, cuts: list[str], example: Any, held: Collection[int], may_draw: bool
+) -> dict[int, nn.Module]:
+    """The wanted stages of a network by their numbers. CannotCut where the network cannot be cut so.
 
-    names: the first module of each stage after the first. Refusal where there can be no cut.
+    cuts: the first module of each stage after the first. example: (inputs, targets), for a forward on shapes.
+    may_draw: what is drawn is the same in all stages.
     """
-    network = step.get_submodule(NETWORK)
-    # look into what a cut lies inside of; everything else stays one call
-    flow = GraphFlow(trace(step, {above for name in names for above in ancestors(name)}), network)
-    # what is refused here would hang or train wrongly later
-    bounds = [0, *_stage_starts(flow, names), len(flow.nodes)]
-    _refuse_stages(network, flow, bounds)
-    stages = [_make_stage(network, flow, bounds, index) for index in range(count)]
-    _keep_state(network, stages)
-    return stages
+    facts = FakeForward(step, cuts, example, may_draw)
+    device = first_tensor(example).device
+    return {number: NetworkStage(step, cuts, facts, number, device) for number in held}
 
 
-def _stage_starts(flow: GraphFlow, names: list[str]) -> list[int]:
-    """Where in the flow each stage after the first begins. Refusal where that is nowhere, or out of order."""
-    # a module that is called several times begins where it is called first
-    calls: dict[str, int] = {}
-    for index, node in enumerate(flow.nodes):
-        if node.op == "call_module":
-            calls.setdefault(str(node.target), index)
-    for name in names:
-        if name not in calls:
-            near = did_you_mean(name, calls)
-            raise Refusal(f"the plan's cut {name!r} is never called by the forward{near}; {WITHOUT_STAGES}")
-    starts = [calls[name] for name in names]
-    if starts != sorted(set(starts)):
-        order = ", ".join(sorted(names, key=calls.__getitem__))
-        raise Refusal(f"the plan's cuts are not in the order of the forward, which is {order}")
-    return starts
+class _StageEnd(BaseException):
+    """Ends a forward where the next stage begins. No Exception, which a network's own code might catch."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
 
 
-def _refuse_stages(network: nn.Module, flow: GraphFlow, bounds: list[int]) -> None:
-    """Refuse parameters that two stages would share, and stages that have none."""
-    first_use: dict[int, tuple[int, str]] = {}  # id of a tensor → the stage that has it, and under which name
-    for index, (start, end) in enumerate(pairwise(bounds)):
-        has_parameter = False
-        for node in flow.nodes[start:end]:
-            if flow.is_copied(node):
-                continue
-            # a tensor in two stages would be two tensors, which learn different things
-            for tensor in flow.state(node):
-                has_parameter |= isinstance(tensor, nn.Parameter)
-                other, name = first_use.setdefault(id(tensor), (index, str(node.target)))
-                if other != index:
-                    raise Refusal(
-                        f"{name} and {node.target} share a parameter or buffer, and would lie in stages {other} and"
-                        f" {index}: tied parts must be in one stage; {WITHOUT_STAGES}"
-                    )
-        if not has_parameter:
-            raise Refusal(
-                f"stage {index} of {len(bounds) - 1} would have no parameter: cut elsewhere; {WITHOUT_STAGES}"
+class NetworkStage(nn.Module):
+    """A stage that runs the network's own code from its beginning to where the next stage begins.
+
+    It runs in a copy of the network's modules. The tensors of other stages are fake there: they have shapes and no
+    values, so nothing can be computed with them unnoticed. When the stage's first module is called, what was received
+    takes the place of the fake values. When the next stage's first module is called, its arguments are handed on.
+
+    As a module it has what the stage holds, under the network's names.
+    """
+
+    _step: nn.Module  # the copy; not registered, because names here are those inside of its network
+
+    def __init__(self, step: nn.Module, cuts: list[str], facts: FakeForward, number: int, device: torch.device) -> None:
+        super().__init__()
+        network = step.get_submodule(NETWORK)
+        ends = cuts[max(number - 1, 0) : number + 1]  # where the stage begins, and where the next one does
+        kinds = _module_kinds(network, facts.owner, number, ends)
+        # what was received comes in at the first module of the stage; those beside it may be given it, too
+        beside = siblings(network, ends[0]) if number else []
+        received = {ends[0]: facts.handed_on[number - 1]} if number else {}  # which arguments of the first module
+        self._writes = number > 0 and facts.writes[number - 1]
+        entries = {name: received.get(name, []) for name in beside if kinds[name] != "remote"}
+        # the stage's modules are themselves in the copy, but for entries; fakes stand for the tensors of all others
+        instead: dict[Any, Any] = {**fake_tensors(network, device)}
+        for name, kind in kinds.items():
+            module = network.get_submodule(name)
+            if kind == "local" and name not in entries:
+                instead[module] = module
+            elif kind == "opened":  # masks and tables that lie between blocks every stage has
+                instead |= {buffer: buffer for buffer in module.buffers(recurse=False)}
+                instead |= {p: p for p in module.parameters(recurse=False) if facts.owner[p] == number}
+        self._substitutions = TensorSubstitutions()
+        self._received: tuple[Tensor, ...] = ()
+        vars(self)["_step"] = copy_step(step, instead)
+        inner = self._step.get_submodule(NETWORK)
+        self._replace_forwards(network, inner, kinds, entries)
+        if number < len(cuts):
+            next_first = inner.get_submodule(cuts[number])
+            vars(next_first)["forward"] = partial(self._leave, facts.handed_on[number])
+        self._register_state(network, inner, kinds)
+
+    def _replace_forwards(
+        self, network: nn.Module, inner: nn.Module, kinds: dict[str, ModuleKind], entries: dict[str, list[ArgumentKey]]
+    ) -> None:
+        """Give modules of the copy other forwards: those of other stages give shapes, entries take what came in."""
+        self._entered: list[tuple[nn.Module, nn.Module]] = []  # a module of the copy, the stage's module behind it
+        for name, kind in kinds.items():
+            module = inner.get_submodule(name)
+            if kind == "remote":
+                vars(module)["forward"] = partial(_remote_forward, module.forward, {})
+            elif name in entries:
+                behind: Callable[..., Any] = module.forward
+                if kind == "local":
+                    behind = network.get_submodule(name)
+                    self._entered.append((module, behind))
+                    for table in HOOKS:  # the module behind has them, and they run once
+                        vars(module)[table].clear()
+                vars(module)["forward"] = partial(self._enter, behind, name, entries[name])
+
+    def _register_state(self, network: nn.Module, inner: nn.Module, kinds: dict[str, ModuleKind]) -> None:
+        """Register what is here: whole modules, and the tensors of those that are opened."""
+        self._local: list[nn.Module] = []
+        holders: dict[str, nn.Module] = {"": self}
+        for name, kind in kinds.items():
+            above, _, last = name.rpartition(".")
+            if above not in holders:
+                continue  # it comes with the module that it lies in, or not at all
+            if kind == "local":
+                self._local.append(network.get_submodule(name))
+                holders[above].add_module(last, self._local[-1])
+            elif kind == "opened":
+                module = inner.get_submodule(name)
+                for key, parameter in list(module.named_parameters(recurse=False)):
+                    if not has_values(parameter):  # still there for the code, and no parameter of this stage
+                        delattr(module, key)
+                        vars(module)[key] = parameter
+                holder = holders.setdefault(name, nn.Module())
+                # the same tables: whoever shards a parameter puts another one in its place, for both
+                vars(holder).update({table: vars(module)[table] for table in TABLES})
+                if name:
+                    holders[above].add_module(last, holder)
+
+    def forward(self, inputs: Any, targets: Any, *received: Tensor) -> Any:
+        """What the stage hands on, as a tuple; of the last one the step's output."""
+        self._received, self._substitutions = received, TensorSubstitutions()
+        try:
+            output = self._step(inputs, targets)
+        except _StageEnd as end:
+            output = end.values
+            end.__traceback__ = None  # its frames hold activations
+        finally:
+            self._received, self._substitutions = (), TensorSubstitutions()
+        if not all(has_values(tensor) for tensor in tensors(output)):
+            raise RuntimeError(
+                "what a stage hands on needs what only an earlier stage knows and has not handed on: a value without a"
+                " gradient, or hidden states of earlier blocks in the network's output"
             )
-        if index and not flow.handed(start):
-            raise Refusal(f"stage {index - 1} gives stage {index} no value: cut elsewhere; {WITHOUT_STAGES}")
+        return output
+
+    def _enter(self, forward: Callable[..., Any], name: str, keys: list[ArgumentKey], *args: Any, **kwargs: Any) -> Any:
+        """Call the stage's first module, or one beside it: what was received takes the place of fake arguments."""
+        for key, value in zip(keys, self._received if keys else (), strict=True):
+            # autograd forbids writing into what it began with
+            self._substitutions.put(get_argument(key, args, kwargs), value.clone() if self._writes else value)
+        args, kwargs = self._substitutions.apply(args, kwargs)
+        if keys and not all(has_values(tensor) for tensor in tensors((args, kwargs))):
+            raise RuntimeError(f"{name} is given what only an earlier stage knows and has not handed on")
+        return forward(*args, **kwargs)
+
+    def _leave(self, keys: list[ArgumentKey], *args: Any, **kwargs: Any) -> Any:
+        """The next stage's first module is called: hand on the arguments that need gradients."""
+        args, kwargs = self._substitutions.apply(args, kwargs)
+        raise _StageEnd(tuple(get_argument(key, args, kwargs) for key in keys))
+
+    def train(self, mode: bool = True) -> NetworkStage:
+        """Set the mode as the network's own train() does it."""
+        super().train(mode)
+        self._step.train(mode)
+        for entry, module in self._entered:
+            module.training = entry.training
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the stage's modules one by one; the code between them stays Python."""
+        for module in self._local:
+            module.compile(*args, **kwargs)
 
 
-def _make_stage(network: nn.Module, flow: GraphFlow, bounds: list[int], index: int) -> fx.GraphModule:
-    """One stage: its range of the graph, with the modules that it calls.
-
-    It is called with (inputs, targets, *received) and returns what the next stage receives.
-    """
-    graph = fx.Graph()
-    nodes = flow.nodes[bounds[index] : bounds[index + 1]]
-    here: dict[fx.Node, fx.Node] = {}  # a node of the whole forward → the same in this stage
-    for node in flow.nodes[:BATCH]:
-        here[node] = graph.placeholder(str(node.target))
-    # beside the batch, a stage takes what earlier ones have computed
-    received = flow.handed(bounds[index]) if index else []
-    for node in received:
-        here[node] = graph.placeholder(node.name)
-    for node in received:
-        if _may_be_written(network, nodes, node):
-            here[node] = graph.call_method("clone", (here[node],))  # autograd forbids writing into what it began with
-
-    def find(node: fx.Node) -> fx.Node:
-        if node not in here:
-            here[node] = graph.node_copy(node, find)  # computed here again
-        return here[node]
-
-    # this stage's nodes, in their order; what every stage computes by itself is copied when a node needs it
-    for node in nodes:
-        if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], find))
-        elif not flow.is_copied(node):
-            here[node] = graph.node_copy(node, find)
-    # the network's output ends the last stage; others end with what the rest needs, also what they only pass on
-    if index < len(bounds) - 2:
-        graph.output(tuple(find(node) for node in flow.handed(bounds[index + 1])))
-    _set_call_sites(graph)
-    stage = fx.GraphModule(network, graph, class_name="Stage")
-    # of a module that several stages call, as all of them may call a dropout, these calls are earlier ones
-    vars(stage)["earlier_calls"] = Counter(
-        node.target for node in flow.nodes[: bounds[index]] if node.op == "call_module"
-    )
-    return stage
+def _module_kinds(
+    network: nn.Module, owner: dict[nn.Parameter, int], number: int, ends: Collection[str]
+) -> dict[str, ModuleKind]:
+    """Name of each module → its kind for this stage. ends: the stage's first module, and the next stage's."""
+    between = {above for end in ends for above in ancestors(end)}  # a cut is inside them: their code runs
+    kinds: dict[str, ModuleKind] = {}
+    for name, module in network.named_modules(remove_duplicate=False):
+        above = kinds.get(name.rpartition(".")[0], "opened")
+        stages = {owner[parameter] for parameter in module.parameters()}
+        if above != "opened":
+            kinds[name] = above
+        elif name in between or not stages or (number in stages and len(stages) > 1):
+            kinds[name] = "opened"
+        else:
+            kinds[name] = "local" if number in stages else "remote"
+    return kinds
 
 
-def _set_call_sites(graph: fx.Graph) -> None:
-    """Let functions that draw know the module in whose code they stood; a graph has the code of several."""
-    for node in [node for node in graph.nodes if "call_site" in node.meta]:
-        function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-        with graph.inserting_before(node):
-            replacement = graph.call_function(with_call_site(node.meta["call_site"], function), node.args, node.kwargs)
-        node.replace_all_uses_with(replacement)
-        graph.erase_node(node)
-
-
-def _may_be_written(network: nn.Module, nodes: list[fx.Node], value: fx.Node) -> bool:
-    """May one of these nodes write into this value? A module that does anything in place might."""
-    for node in nodes:
-        if value not in node.all_input_nodes:
-            continue
-        if node.op == "call_module":
-            # torch's layers say it by this attribute; of others nothing is known
-            if any(getattr(m, "inplace", False) for m in network.get_submodule(str(node.target)).modules()):
-                return True
-        elif is_in_place(node):
-            return True
-    return False
-
-
-def _keep_state(network: nn.Module, stages: list[fx.GraphModule]) -> None:
-    """Make sure that the stages together have exactly the names of the network's state.
-
-    What no stage uses stays with the first. A buffer that the network does not store is not stored by a stage either.
-    """
-    # a checkpoint is the union of all stages: it must be that of the whole network
-    stored = set(network.state_dict())
-    held = {name for stage in stages for name, _ in named_state(stage)}
-    for name, tensor in named_state(network):
-        if name not in held:
-            _register(stages[0], name, tensor, name in stored)
-    # fx has made buffers persistent that the network does not store
-    for stage in stages:
-        for name in set(stage.state_dict()) - stored:
-            _register(stage, name, get_tensor(stage, name), persistent=False)
-
-
-def _register(stage: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None:
-    """Give a stage a tensor under a name of the network; what it lies in there has no code."""
-    holder, (*path, last) = stage, name.split(".")
-    for part in path:
-        if not hasattr(holder, part):
-            holder.add_module(part, nn.Module())
-        holder = holder.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        holder.register_parameter(last, tensor)
-    else:
-        if hasattr(holder, last):
-            delattr(holder, last)
-        holder.register_buffer(last, tensor, persistent)
+def _remote_forward(forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module of another stage, for shapes alone. known: shapes of arguments → the output, from earlier calls."""
+    key = tuple((tensor.shape, tensor.dtype, has_values(tensor)) for tensor in tensors((args, kwargs)))
+    if key in known:
+        return known[key]
+    output = forward(*args, **kwargs)
+    # what has values comes from this batch, and must not be kept for the next one
+    values = output if type(output) is tuple else (output,)
+    if all(value is None or (isinstance(value, Tensor) and not has_values(value)) for value in values):
+        known[key] = output
+    return output
 
 
 class RankStages(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -47,9 +47,6 @@ class TorchRNG:
     def begin_forward(self, indices: Tensor, step: int, *place: int) -> None:
         """A forward of these samples begins. place: micro-batch, data rank, and the stage if there are several."""
         seed_torch(mix_seeds(self._seed, step, *place), self._device)
-
-    def skip_calls(self, calls: Mapping[str, int]) -> None:
-        """The forward that begins is the rest of one that has already called these modules so often."""
 
     def begin_evaluation(self, indices: Tensor) -> None:
         """A forward of these samples begins in which nothing is learned."""

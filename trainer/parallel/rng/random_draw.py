@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -171,29 +170,6 @@ class SequenceShard(ActivationShard):
         """One of its pieces."""
         numbers, of = self.pieces
         return replace(self, width=self.width // len(numbers), pieces=Pieces((numbers[at],), of))
-
-
-# (name of the module or None, number of its call, number of the draw in this call)
-CallSite = tuple[str | None, int, int]
-_CALL_SITE: ContextVar[CallSite | None] = ContextVar("call_site", default=None)
-
-
-def with_call_site(site: CallSite, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that draws, in the name of a module: in a graph of fx no module is around the call any more."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = _CALL_SITE.set(site)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _CALL_SITE.reset(token)
-
-    return call
-
-
-def call_site() -> CallSite | None:
-    """Inside of such a function: which module draws."""
-    return _CALL_SITE.get()
 
 
 class DrawSource(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -21,7 +21,7 @@ from trainer.parallel.module_units import matching_modules
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng.function_mode import RandomFunctionMode
 from trainer.parallel.rng.native_rng import TorchRNG
-from trainer.parallel.rng.random_draw import ActivationShard, RandomDraw, RowCheck, SequenceShard, call_site
+from trainer.parallel.rng.random_draw import ActivationShard, RandomDraw, RowCheck, SequenceShard
 from trainer.parallel.tensor_parallel import activation_layouts
 
 OUTSIDE = "the task"  # draws when no module of the network runs; no module has such a name
@@ -66,11 +66,6 @@ class ForwardRNGState:
         self._enter_piece()
         self._draws_of_call[call] += 1
         self.draws.append((to_int64(call + self._draws_of_call[call] * DRAW_STRIDE), shard))
-
-    def add_at(self, name: str | None, call: int, draw: int, shard: ActivationShard | None) -> None:
-        """Add one more draw, of which it is known where it stands in the code: a stage of a pipeline knows it."""
-        module = hash_name(OUTSIDE) if name is None else hash_name(name) + call * CALL_STRIDE
-        self.draws.append((to_int64(module + draw * DRAW_STRIDE), shard))
 
     def _enter_piece(self) -> None:
         """In each piece of a sequence a module counts from where it began: the pieces are parts of the same draws."""
@@ -158,12 +153,6 @@ class SampleRNG(TorchRNG):
             self._step = step
         self._begin(_LEARNING, step, indices, place)
 
-    def skip_calls(self, calls: Mapping[str, int]) -> None:
-        """The forward that begins is the rest of one that has already called these modules so often."""
-        self._start()
-        for name, count in calls.items():
-            self._forward.calls[hash_name(name)] += count
-
     def begin_evaluation(self, indices: Tensor) -> None:
         """A forward begins in which nothing is learned: a sample draws the same in every evaluation."""
         self._progress.clear()
@@ -235,12 +224,12 @@ class SampleRNG(TorchRNG):
             return None
         forward, count = progress
         if count == len(forward.draws):  # drawn for the first time, not once more in a recomputation
-            site, piece = call_site(), current_piece()
+            piece = current_piece()
             shard = self.shard.only(piece[1]) if piece and isinstance(self.shard, SequenceShard) else self.shard
             if (number := self._next_number()) is not None:
                 forward.draws.append((number, shard))
             else:
-                forward.add(self._running[-1], shard) if site is None else forward.add_at(*site, shard)
+                forward.add(self._running[-1], shard)
         draw = forward.draws[count]
         following = mix_seeds(torch.default_generator.initial_seed())
         torch.default_generator.manual_seed(following)
