@@ -194,7 +194,7 @@ def test_heads_of_tensor_ranks_that_drop_weights_of_a_stretch_are_refused() -> N
     """They would all have the mask of the first heads."""
     stretch, heads = SequenceShard(1, 6, rank_pieces(0, 2, 6, 2)), ActivationShard(-1, 8, Pieces((1,), 2))
     assert stretch.of_scores(4).dim == 2
-    with pytest.raises(RuntimeError, match=r"use loop\.dropout=native, or no dropout in attention"):
+    with pytest.raises(RuntimeError, match=r"use strategy\.tensor=1, or no dropout in attention"):
         stretch.within(heads).of_scores(4)
 
 

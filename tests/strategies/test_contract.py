@@ -509,14 +509,9 @@ def test_what_draws_goes_on_elsewhere_as_if_it_had_never_stopped(train: Any, whe
 
 
 @pytest.mark.long
-def test_native_dropout_differs_over_data_ranks_and_agrees_over_tensor_ranks(train: Any) -> None:
+def test_native_dropout_differs_over_data_ranks(train: Any) -> None:
     case = Case(network="dropout", precision="fp64", dropout="native")
-    (one,) = train(1, case)
-    for rank in train(2, case.but(strategy="tp")):  # the masks are those of one process
-        assert max(apart(rank["losses"], one["losses"])) < 1e-10
-    two = train(2, case.but(strategy="ddp"))
-    four = train(4, case.but(strategy="ddp_tp", fields={"tensor": 2}))
-    assert max(apart(two[0]["losses"], four[0]["losses"])) < 1e-10  # two data ranks each
+    (one,), two = train(1, case), train(2, case.but(strategy="ddp"))
     assert min(apart(two[0]["losses"], one["losses"])) > 1e-6
 
 
@@ -545,11 +540,9 @@ def drawn(launch: Launch, word: str, seed: int) -> list[float]:
 
 def test_native_random_numbers_follow_from_seed_step_micro_batch_and_data_rank(processes: Processes) -> None:
     (alone,) = processes.run(1, drawn, "single", 3)
-    ((other,), two, cut) = (
-        processes.run(*words) for words in ((1, drawn, "single", 4), (2, drawn, "ddp", 3), (2, drawn, "tp", 3))
-    )
+    (other,), two = processes.run(1, drawn, "single", 4), processes.run(2, drawn, "ddp", 3)
     assert len({*alone, *other, *two[1]}) == 12
-    assert two[0] == cut[0] == cut[1] == alone
+    assert two[0] == alone
     assert processes.run(2, drawn, "ddp", 3) == two
 
 

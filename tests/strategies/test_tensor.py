@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from tests.processes import Processes
-from tests.strategies.toys import CLASSES, WIDTH, Net, Plain, Rows, ToyData, make_optimizer, whole
+from tests.strategies.toys import CLASSES, Net, Plain, Rows, ToyData, make_optimizer, whole
 from trainer import Plan, Task
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import TrainLoader
@@ -166,66 +165,9 @@ def test_gradients_that_are_no_rounding_apart_are_found_before_anything_is_learn
         assert "head.weight" in said
 
 
-class Hidden(nn.Module):
-    """Dropout on what tensor ranks have parts of, in attention there, and on what all of them have. x: (B, WIDTH)."""
-
-    def __init__(self, whole: float) -> None:
-        super().__init__()
-        self.whole = whole  # the part of the latter that is hidden
-        self.up = nn.Linear(WIDTH, 24)
-        self.down = nn.Linear(24, WIDTH)
-        self.drawn: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.up(x))
-        part = F.dropout(torch.ones_like(h), 0.5, self.training)
-        heads = h.unflatten(-1, (-1, 4, 1))  # (B, heads, 4, 1)
-        values = torch.eye(4, dtype=h.dtype).expand(*heads.shape[:3], 4)
-        attention = F.scaled_dot_product_attention(heads, heads, values, dropout_p=0.5 * self.training)
-        y = self.down(h * part + attention.sum(-1).flatten(1))
-        whole = F.dropout(torch.ones_like(y), self.whole, self.training)
-        self.drawn += [(mask != 0).detach() for mask in (part, attention, whole)]
-        return x + y * whole
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Hidden(0.0), Hidden(0.5)])  # from cut to cut nothing is drawn
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def plan(self) -> Plan:
-        return Plan({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, shard=("blocks.*",))
-
-
-def masks(launch: Launch) -> list[list[Any]]:
-    """What each block has drawn in the second of two steps: in its forward, then once more in its backward."""
-    machine = Machine(launch=launch, device="cpu", dropout="native")
-    with TP(machine=machine, activation_checkpointing="units") as strategy:
-        torch.manual_seed(3)
-        stream = TrainLoader(ToyData(), Rows(96, 1), strategy.slice, 24, 1, LoaderOptions())
-        parallel_model = strategy.build(Plain(), Twice(), stream.example())
-        blocks: Any = parallel_model.network.get_submodule("blocks")
-        for step, batches in zip((0, 1), stream.epoch(0), strict=False):
-            for block in blocks:
-                block.drawn.clear()
-            parallel_model.forward_backward(batches, step)
-        return [[mask.tolist() for mask in block.drawn] for block in blocks]
-
-
-def test_parts_are_hidden_by_masks_of_their_own_and_the_whole_by_one(processes: Processes) -> None:
-    first, second = processes.run(2, masks)
-    assert processes.run(2, masks) == [first, second]
-    for rank in (first, second):
-        for block in rank:
-            assert block[:3] == block[3:]  # recomputed
-        assert all(one != other for one, other in zip(rank[0][:3], rank[1][:3], strict=True))  # from block to block
-    for one, other in zip(first, second, strict=True):
-        assert one[0] != other[0]
-        assert one[1] != other[1]
-        assert one[2] == other[2]
+@pytest.mark.parametrize("fields", [{}, {"replicate": 2, "tensor": 2}])
+def test_native_dropout_is_refused(fields: dict[str, Any]) -> None:
+    """Also of a network that has none."""
+    strategy = TP(machine=Machine(device="cpu", dropout="native"), **fields)
+    with pytest.raises(Refusal, match=r"loop\.dropout=native: tensor ranks .*; loop\.dropout=sample, the default"):
+        strategy.check(Plain(), Net(), 4)

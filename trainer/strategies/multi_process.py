@@ -161,6 +161,11 @@ class Meshed(Joined):
                 " without a message; use nccl with a GPU for each process, or device=cpu for a trial"
             )
         if degrees.get("tensor", 1) > 1:
+            if self.dropout == "native":
+                raise Refusal(
+                    f"strategy={self.name} loop.dropout=native: tensor ranks would hide the same places of every part"
+                    " of an activation; loop.dropout=sample, the default, draws what one process does"
+                )
             refuse_plan(network, task.plan(network), degrees["tensor"])
             if self.machine.float8:
                 refuse_no_float8_layers(self.machine.float8, network, task.plan(network), degrees["tensor"])
@@ -170,7 +175,7 @@ class Meshed(Joined):
                 raise Refusal(
                     f"strategy={self.name} compile.mode={self.machine.compile.mode}: a compiled network does not know"
                     " which tokens of a sample it has, so dropout cannot be each sample's own; set loop.dropout=native"
-                    " (or no dropout, and that word)"
+                    " (or no dropout, and that word), with strategy.tensor=1"
                 )
 
     @override

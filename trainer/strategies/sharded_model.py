@@ -106,7 +106,6 @@ class ShardedModel(ParallelModel):
 
     @override
     def finish_gradients(self) -> None:
-        self.rng.end_step()
         # first the sums over tensor ranks, which complete each gradient
         redistribute_gradients(self.network.parameters())
         # then the mean over the data ranks, of what fully_shard has not averaged in the backward

@@ -130,7 +130,8 @@ class ActivationShard:
             return 1
         raise RuntimeError(
             f"loop.dropout=sample: a draw of shape {shape} between layers that tensor ranks split, where activations"
-            f" have {self.width} channels: it is not clear which part of the whole this is; use loop.dropout=native"
+            f" have {self.width} channels: it is not clear which part of the whole this is; draw it where"
+            " activations are whole, or use strategy=fsdp"
         )
 
 
@@ -155,8 +156,7 @@ class SequenceShard(ActivationShard):
         if self.width < 0:
             raise RuntimeError(
                 "loop.dropout=sample: dropout in attention whose tokens context ranks split and whose heads tensor"
-                " ranks split: of both at once no part can be drawn; use loop.dropout=native, or no dropout in"
-                " attention"
+                " ranks split: of both at once no part can be drawn; use strategy.tensor=1, or no dropout in attention"
             )
         return ActivationShard(dims - 2, self.width, self.pieces)
 
