@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -200,42 +202,61 @@ def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, 
         return home / name
 
     averaged = two("averaged", "ddp", *PLAIN)
-    every_1 = two("every1", "local_sgd", "strategy.every=1", *PLAIN)
-    every_8 = two("every8", "local_sgd", "strategy.every=8", *PLAIN)
+    averaging = ("strategy.outer_lr=1", "strategy.outer_momentum=0")
+    every_1 = two("every1", "diloco", "strategy.every=1", *averaging, *PLAIN)
+    every_8 = two("every8", "diloco", "strategy.every=8", *PLAIN)
     assert far(curve(every_1), curve(averaged)) < 1e-5
     assert far(curve(every_8), curve(averaged)) > 1e-4  # they do go ways of their own
     for folder in (every_1, every_8):
         assert curve(folder, "sample_digest") == curve(averaged, "sample_digest")
 
-    # stopped between two means, with evaluations and saves in many places, and the other with none until its end
-    whole = two("whole", "local_sgd", *LOCAL, *RARELY, "loop.steps=12")
-    parts = two("parts", "local_sgd", *LOCAL, *OFTEN, "loop.steps=6")
+    # stopped between two outer steps, with evaluations and saves in many places, and the other with none until its end
+    whole = two("whole", "diloco", *LOCAL, *RARELY, "loop.steps=12")
+    parts = two("parts", "diloco", *LOCAL, *OFTEN, "loop.steps=6")
     said = lines(parts, "eval")[-1]
     # what was evaluated and saved is one network, with which any number of processes of any strategy goes on: where
     # they do not learn, they find the same figures
     still = ["run.resume=parts", "optimizer.lr=0", "run.accept_changes=true", *BRIEF, "optimizer=adamw", "loop.steps=7"]
-    for strategy in ("single", "local_sgd"):
+    for strategy in ("single", "diloco"):
         assert train(Launch(), home, f"run.dir=still-{strategy}", f"strategy={strategy}", *still) == 0
         found = lines(home / f"still-{strategy}", "eval")[-1]
         kept = {name for name in stored(home / f"still-{strategy}") if name.startswith("strategy/")}
-        assert {name.split("/")[2] for name in kept} == (set() if strategy == "single" else {"0of1"})
+        assert {name.split("/")[2] for name in kept} == (set() if strategy == "single" else {"0of1", "all"})
         assert (found["step"], said["step"]) == (7, 6)
         assert (found["rms"], found["loss"]) == pytest.approx((said["rms"], said["loss"]), rel=1e-5)
-    two("parts", "local_sgd", *LOCAL, *OFTEN, "loop.steps=12")
+    two("parts", "diloco", *LOCAL, *OFTEN, "loop.steps=12")
     assert curve(parts, "loss_hex") == curve(whole, "loss_hex")
     assert [line["step"] for line in lines(parts, "eval")] == [3, 6, 9, 12]
     assert lines(parts, "eval")[-1] == lines(whole, "eval")[-1]
 
 
+def verified(launch: Launch, home: Path, *words: str) -> tuple[Any, str]:
+    """The exit code of `job=verify` with these words, and what it says."""
+    with redirect_stdout(io.StringIO()) as said:
+        code = train(launch, home, "job=verify", *words)
+    return code, said.getvalue()
+
+
+@pytest.mark.long
+def test_a_curve_of_its_own_is_not_called_the_same(home: Path, processes: Processes) -> None:
+    file = home / "reference.safetensors"
+    assert processes.run(1, verified, home, "run.dir=recorded", f"job.record={file}") == [(0, "")]
+    own = ["run.dir=verified", f"job.reference={file}", "strategy=diloco", "strategy.every=2"]
+    (code, said), other = processes.run(2, verified, home, *own)
+    assert (code, other) == (0, (0, ""))
+    assert said.startswith("OWN CURVE: diloco on 2, on purpose; initial values, samples, forward and loss of step 1 ")
+    assert "First other at step 1, gradient, " in said
+
+
 @pytest.mark.long
 def test_what_a_strategy_of_a_lab_refuses_leaves_nothing(home: Path) -> None:
     for words, said in (
-        (["strategy.every=0"], "must be 1 or more"),
+        (["strategy.every=0"], "the first is 1 or more"),
         (["precision=fp16"], "its own loss scale"),
         (["strategy.every=4", "ema.decay=0.9", "ema.every=6"], "ema.every must be a multiple of strategy.every=4"),
         (["loop.on_nonfinite=skip"], "skip steps of its own"),
     ):
-        assert said in train(Launch(), home, "run.dir=none", "strategy=local_sgd", *words)
+        assert said in train(Launch(), home, "run.dir=none", "strategy=diloco", *words)
     assert not (home / "none").exists()
     both = ["strategy.every=4", "ema.decay=0.9", "ema.every=8", *BRIEF, "loop.steps=1"]
-    assert train(Launch(), home, "run.dir=both", "strategy=local_sgd", *both) == 0
+    assert train(Launch(), home, "run.dir=both", "strategy=diloco", *both) == 0

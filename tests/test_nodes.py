@@ -206,37 +206,6 @@ def test_machines_that_come_and_go_and_one_alone_give_one_curve(hosts, place, on
 
 
 @pytest.mark.long
-def test_a_replica_that_is_killed_ends_no_run_and_one_that_joins_takes_part(hosts, place, on):
-    """Three copies of DiLoCo, of which one is lost and comes again: processes start anew, the run goes on."""
-    folder, port = place / "run", free_port()
-    (place / "slow").touch()
-    words = ("strategy=diloco", "strategy.every=10", "optimizer=adamw", "loop.save_every=5", f"loop.steps={STEPS}")
-
-    def start(number: int) -> Command:
-        conf = ",last_call_timeout=5,keep_alive_interval=1"
-        flags = [*c10d(hosts, number, "2:3", port, conf), "--max-restarts=9"]
-        return on(number, flags, *words, environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-
-    first, second, third = start(0), start(1), start(1)
-    wait_for(folder, first, world_size=3, state="running")
-    first.wait_for_step(folder, 14)  # there is a checkpoint after an outer step
-    third.kill()  # the rank and its torchrun, by SIGKILL, as with a machine
-    shrunk = wait_for(folder, first, world_size=2, state="running")
-    fourth = start(1)
-    grown = wait_for(folder, first, world_size=3, state="running")
-    (place / "slow").unlink()
-    done(first, second, fourth)
-    assert 5 <= shrunk["resume_step"] <= grown["resume_step"] < STEPS
-    assert (status(folder)["state"], status(folder)["step"]) == ("completed", STEPS)
-    assert len(curve(folder)) == STEPS  # each step once, of one run
-    finish(single(*WORDS, "strategy=single", f"loop.steps={STEPS}", "run.dir=alone"), place)
-    assert curve(folder, "sample_digest") == curve(place / "alone", "sample_digest")
-    said = (folder / "logs" / "rank-0.log").read_text()
-    for before, now in ((3, 2), (2, 3)):
-        assert f"the checkpoint is of {before} processes and here are {now}: each begins" in said
-
-
-@pytest.mark.long
 def test_the_doctor_names_a_link_of_limited_rate(hosts, place, on):
     """Two machines whose cable passes 100 Mbit/s, though its ends say 10 Gbit/s."""
     if hosts.missing or shutil.which("tc") is None:

@@ -136,14 +136,6 @@ EVERYWHERE = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp"), (4, "hsdp")]
 PLANNED = [(2, "tp"), (4, "ddp_tp"), (4, "fsdp_tp"), (2, "pp"), (4, "ddp_pp"), (4, "fsdp_pp")]
 
 
-@pytest.mark.long
-def test_a_curve_of_its_own_is_not_called_the_same(processes: Processes, home: Path) -> None:
-    own = ["strategy=diloco", "strategy.every=2"]
-    said = verdict(processes, home, 2, [*TRANSFORMER, "loop.global_batch=24"], own)
-    assert said.startswith("OWN CURVE: diloco on 2, on purpose; initial values, samples, forward and loss of step 1 ")
-    assert "First other at step 1, gradient, " in said
-
-
 def test_a_difference_before_the_first_gradient_is_on_nobodys_purpose() -> None:
     def first(step: int, phase: str) -> FirstDifference:
         return FirstDifference(step, phase, "name", 1.0, 2.0, (0,), 1, False)

@@ -28,7 +28,6 @@ from trainer.parallel.meta_model import all_in_state_dict
 from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDP
-from trainer.strategies.diloco import DiLoCo
 from trainer.strategies.dp import DP
 from trainer.strategies.fsdp import FSDP
 from trainer.strategies.machine import Machine
@@ -42,7 +41,6 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": Single,
     "dp": DP,
     "ddp": DDP,
-    "diloco": DiLoCo,
     "tp": TP,
     "ddp_tp": partial(TP, replicate=None),
     "cp": partial(TP, context=None, tensor=1),

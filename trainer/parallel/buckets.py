@@ -65,38 +65,16 @@ def average_tensors(tensors: list[Tensor], ranks: Ranks, bucket_bytes: int = BUC
     """
     if ranks.size == 1:
         return
-    means = MeanUnderWay(tensors, ranks, bucket_bytes).read()
-    for tensor, mean in zip(tensors, means, strict=True):
-        tensor.copy_(mean)
-
-
-class MeanUnderWay:
-    """The means of some tensors over ranks, from the moment at which they leave until somebody reads them."""
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        ranks: Ranks,
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Collective: they leave, in this type (None: their own). What happens to them later changes nothing."""
-        self._ranks = ranks
-        # shapes and type of what each of them holds: the tensors themselves are not kept
-        self._sent: list[tuple[list[torch.Size], torch.dtype, Tensor, Waitable]] = []
-        for bucket in make_buckets(tensors, bucket_bytes):
-            flat, shapes = pack(bucket).to(dtype or bucket[0].dtype), [tensor.shape for tensor in bucket]  # (numbers,)
-            # the given ranks; every tensor travels once
-            self._sent.append((shapes, bucket[0].dtype, flat, ranks.all_reduce_sum_(flat)))
-
-    def read(self) -> list[Tensor]:
-        """The mean of each tensor, in its own type; waits for what has not arrived. To be called once."""
-        means: list[Tensor] = []
-        for shapes, dtype, flat, work in self._sent:
-            work.wait()
-            pieces = flat.to(dtype).div_(self._ranks.size).split([shape.numel() for shape in shapes])
-            means += [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        return means
+    # the given ranks; every tensor travels once
+    sent = [
+        (bucket, flat, ranks.all_reduce_sum_(flat))
+        for bucket in make_buckets(tensors, bucket_bytes)
+        for flat in [pack(bucket)]
+    ]
+    for bucket, flat, work in sent:
+        work.wait()
+        for tensor, mean in zip(bucket, unpack(flat.div_(ranks.size), bucket), strict=True):
+            tensor.copy_(mean)
 
 
 def all_reduce_sums(sums: Sums, ranks: Ranks, device: torch.device) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import matches_exactly
-from trainer.messages import Refusal, did_you_mean, format_count
-from trainer.parallel.parameter_owners import assign_owners
+from trainer.messages import Refusal, did_you_mean
 
 # fractions of the network's parameters
 SMALL = 1 / 8  # a module of no more than that is one unit
@@ -85,30 +84,6 @@ def _refuse_unit(name: str, module: nn.Module, network: nn.Module, sharing: set[
         if above and isinstance(network.get_submodule(above), SEALED):
             kind = type(network.get_submodule(above)).__name__
             raise Refusal(f"the plan's shard names {name}, but a {kind} uses weights in it without calling it: {above}")
-
-
-def divide_into_fragments(network: nn.Module, plan: Plan, count: int) -> list[list[str]]:
-    """The names of the trained parameters, in so many fragments of about the same size. Units stay whole.
-
-    Of blocks that are alike, neighbours are in different fragments. No value is read: all ranks divide alike.
-    """
-    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-    if count == 1:
-        return [[*trained]]
-    units, pieces = find_units(network, plan), dict[str, list[str]]()
-    for name in trained:  # what lies in no unit is a piece for itself
-        piece = next((unit for unit in units if name.startswith(f"{unit}.")), name)
-        pieces.setdefault(piece, []).append(name)
-    if len(pieces) < count:
-        raise Refusal(
-            f"strategy.fragments={count}: the network has {format_count(len(pieces), 'unit')} to divide, and each"
-            f" fragment needs one; strategy.fragments={max(1, len(pieces))}"
-        )
-    fragment_of = assign_owners([sum(trained[name].numel() for name in names) for names in pieces.values()], count)
-    fragments: list[list[str]] = [[] for _ in range(count)]
-    for names, fragment in zip(pieces.values(), fragment_of, strict=True):
-        fragments[fragment] += names
-    return fragments
 
 
 def present_units(network: nn.Module, names: list[str]) -> list[str]:

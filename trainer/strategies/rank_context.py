@@ -99,11 +99,6 @@ class RankContext:
         """Is something done to each unit of the network, whatever spreads it over ranks?"""
         return self.activation_checkpointing != "none" or self.activation_offload
 
-    @property
-    def period(self) -> int:
-        """After how many steps it sends the same again: as a rule in each."""
-        return 1
-
     # time limits
 
     def use_long_timeout(self) -> None:

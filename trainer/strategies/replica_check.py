@@ -56,17 +56,15 @@ class NoReplicaCheck:
 
 
 def make_replica_check(
-    context: RankContext, network: nn.Module, places: Sequence[Mapping[str, int]] = (), between_saves: bool = True
+    context: RankContext, network: nn.Module, places: Sequence[Mapping[str, int]] = ()
 ) -> NoReplicaCheck:
     """What compares the copies that the ranks hold, unless the configuration switches it off.
 
-    `places`: where each rank is along each axis of the mesh; empty: every rank holds the same. `between_saves`: are
-    copies equal after every step? Else only what is saved is compared.
+    `places`: where each rank is along each axis of the mesh; empty: every rank holds the same.
     """
     if context.world.size == 1 or not context.machine.compare_copies:
         return NoReplicaCheck()
-    kind = ReplicaCheck if between_saves else SavedReplicaCheck
-    return kind(context.world, context.device, network, places or [{}] * context.world.size)
+    return ReplicaCheck(context.world, context.device, network, places or [{}] * context.world.size)
 
 
 class ReplicaCheck(NoReplicaCheck):
@@ -162,14 +160,6 @@ class ReplicaCheck(NoReplicaCheck):
                 if len({*values.values()}) > 1:
                     differences.setdefault(name, _describe_difference(values, hosts))
         return differences
-
-
-class SavedReplicaCheck(ReplicaCheck):
-    """Copies of what is saved. Between saves each rank trains weights of its own."""
-
-    @override
-    def start(self, step: int) -> None:
-        """Nothing: ranks differ on purpose."""
 
 
 def _factor(rank: int, groups: Sequence[Sequence[int]], split: int) -> int:

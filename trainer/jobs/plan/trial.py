@@ -62,16 +62,6 @@ class _StepCounts:
             None if self.seconds is None else self.seconds + times * ((longer.seconds or 0.0) - self.seconds),
         )
 
-    def with_share(self, others: _StepCounts, count: int) -> _StepCounts:
-        """This step and its share of what comes once in so many."""
-        sums = {each.key: each for each in self.collectives}
-        for each in others.collectives:
-            share = replace(each, calls=each.calls / count, bytes=round(each.bytes / count))
-            sums[each.key] = sums[each.key].plus(share) if each.key in sums else share
-        return _StepCounts(
-            [*sums.values()], None if self.seconds is None else self.seconds + (others.seconds or 0.0) / count
-        )
-
 
 @dataclass(frozen=True)
 class StrategyTrial:
@@ -132,10 +122,8 @@ class StrategyTrial:
             counts: list[_StepCounts] = []
             for number, tried in enumerate(_tried_batches(batches, parallel.interleaves)):
                 self._run_step(parallel, optimizer, tried, number, ledger)
-                step = _StepCounts(traffic.take(), roofline.take())
-                for later in range(strategy.period):
-                    parallel.after_step(number * strategy.period + later + 1)
-                counts.append(step.with_share(_StepCounts(traffic.take(), roofline.take()), strategy.period))
+                parallel.after_step(number + 1)
+                counts.append(_StepCounts(traffic.take(), roofline.take()))
             ledger.phase = EVALUATION  # of a larger batch, so it may be what takes most
             not_evaluated = "; ".join(_evaluate(parallel, batch) for batch in evaluated)
         # the first step is like no other; of many micro-batches the last two steps tell what one more takes
@@ -146,7 +134,7 @@ class StrategyTrial:
     def _run_step(
         self, parallel: ParallelModel, optimizer: Optimizer, batches: list[Batch], step: int, ledger: Ledger
     ) -> None:
-        """One optimizer step, as the loop does it; what follows it may come in every so many steps alone."""
+        """One optimizer step, as the loop does it."""
         ledger.phase = "forward and backward"
         parallel.forward_backward(batches, step)
         ledger.phase = "optimizer"
