@@ -51,6 +51,23 @@ class Hidden(torch.optim.Optimizer):
                     p -= group["lr"] * self.memory[p]
 
 
+class Listed(Hidden):
+    """It keeps its last gradients as a list, or something else that is neither a tensor nor a number."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kind: str = "list") -> None:
+        super().__init__(params, lr)
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                self.state[p]["last"] = {"list": [p.grad], "dict": {"of": p.grad}, "tuple": (1, 2), "str": "a word"}[
+                    self.kind
+                ]
+                p -= group["lr"] * p.grad
+
+
 class Deaf(Hidden):
     """Its rate is its own."""
 
@@ -115,7 +132,7 @@ class ScheduleFree(torch.optim.Optimizer):
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A small run with these classes as options of `optimizer`."""
-    for kind in (Both, Hidden, Deaf, Coupled, ScheduleFree):
+    for kind in (Both, Hidden, Listed, Deaf, Coupled, ScheduleFree):
         option = tmp_path / "conf" / "optimizer" / f"{kind.__name__.lower()}.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
         option.write_text(f"_target_: tests.test_optimizer_checks.{kind.__name__}\nlr: 0.02\n")
@@ -155,6 +172,15 @@ def test_muon_and_adamw_in_one_class_train_are_saved_and_scheduled(words: list[s
 def test_an_optimizer_with_a_memory_of_its_own_is_refused(words: list[str]) -> None:
     with pytest.raises(Refusal, match="Hidden remembers something outside of its state, which no checkpoint"):
         here(*words, "optimizer=hidden", "run.dir=run")
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple", "str"])
+def test_an_optimizer_that_keeps_more_than_tensors_and_numbers_is_refused(words: list[str], kind: str) -> None:
+    with pytest.raises(
+        Refusal, match=f"Listed keeps 'last' as {kind}, and a checkpoint holds tensors and numbers; let"
+    ):
+        here(*words, "optimizer=listed", f"+optimizer.kind={kind}", "run.dir=run")
     assert not Path("run").exists()
 
 

@@ -21,7 +21,6 @@ from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import freeze
 from trainer.learning.muon import Muon
 from trainer.learning.optimizer import find_roles, parameter_groups
-from trainer.learning.optimizer_leaves import note_settings
 from trainer.loop.evaluation import evaluate
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.meta_model import all_in_state_dict
@@ -403,53 +402,11 @@ class Case:
         return replace(self, **changes)
 
 
-class Soap(torch.optim.Optimizer):
-    """As packages have it (Vyas et al. 2024): Adam in the bases of Shampoo's factors.
-
-    Its memory has lists, one inside is empty, and a number; its groups count the steps.
-    """
-
-    whole_matrices = True
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in (each for each in group["params"] if each.grad is not None):
-                gradient, state = p.grad.reshape(len(p), -1), self.state[p]
-                if not state:
-                    # eigenvalues that differ: of equal ones the basis would be a matter of rounding
-                    factors: list[Any] = [torch.linspace(1, 2, n).diag().to(p) if n > 1 else [] for n in gradient.shape]
-                    state |= {"mean": torch.zeros_like(gradient), "squares": torch.zeros_like(gradient)}
-                    state |= {"factors": factors, "bases": None, "decay": 0.9}
-                for factor, x in zip(state["factors"], (gradient, gradient.T), strict=True):
-                    if len(factor):
-                        factor += x @ x.T
-                if state["bases"] is None or group["step"] % 3 == 0:
-                    state["bases"] = [torch.linalg.eigh(each)[1] if len(each) else [] for each in state["factors"]]
-                state["mean"].lerp_(gradient, 1 - state["decay"])
-                state["squares"].lerp_(_rotate(gradient, state["bases"]).square(), 1 - state["decay"])
-                step = _rotate(state["mean"], state["bases"]) / (state["squares"].sqrt() + 1e-3)
-                back = [basis.T if len(basis) else [] for basis in state["bases"]]
-                p.sub_(_rotate(step, back).view(p.shape), alpha=group["lr"] / (1 - state["decay"] ** group["step"]))
-
-
-def _rotate(matrix: Tensor, bases: list[Any]) -> Tensor:
-    rows, columns = bases
-    matrix = rows.T @ matrix if len(rows) else matrix
-    return matrix @ columns if len(columns) else matrix
-
-
 def make_optimizer(kind: str) -> Any:
     if kind == "adamw":
         return lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True)
     if kind == "muon":
         return lambda groups: Muon(groups, lr=0.01, scaling="jordan", adamw_lr=0.003)
-    if kind == "soap":
-        return lambda groups: note_settings(Soap(groups, lr=0.01))
     return lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, fused=True)
 
 

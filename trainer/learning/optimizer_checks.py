@@ -139,7 +139,8 @@ def _refuse_unstorable_state(optimizer: Optimizer, parameters: Sequence[nn.Param
         optimizer_leaves(optimizer)
     except TypeError as error:
         raise Refusal(
-            f"optimizer: {kind} keeps {error}; tensors and numbers can be saved, and lists, tuples and dicts of them"
+            f"optimizer: {kind} keeps {error}, and a checkpoint holds tensors and numbers; let each have a key of its"
+            " own in self.state[parameter], or choose another optimizer"
         ) from error
 
 
