@@ -19,7 +19,6 @@ from tests.commands import PATIENCE, SMALL, Command, curve, single, status
 from trainer.api import processes_to_start
 from trainer.configuration.compose import compose
 from trainer.launch import local_launcher
-from trainer.launch.child_processes import ProcessStarter, start_program
 from trainer.launch.failure import STOPPED
 from trainer.launch.rendezvous import Launch
 from trainer.launch.run_status import read_status
@@ -36,9 +35,7 @@ def end_of(
     """The exit code, and how many tries it took."""
     left = list(tries)
 
-    def start(
-        words: Sequence[str], count: int, scratch: Path, attempt: int, _: ProcessStarter
-    ) -> tuple[int, list[int]]:
+    def start(words: Sequence[str], count: int, scratch: Path, attempt: int) -> tuple[int, list[int]]:
         code, step, saved, why = left.pop(0)
         assert attempt == len(tries) - len(left) - 1
         (folder / "status.json").write_text(json.dumps({"state": "running", "step": step}))
@@ -56,7 +53,7 @@ def end_of(
     monkeypatch.setattr(local_launcher, "run_ranks", start)
     scratch = folder / "scratch"
     scratch.mkdir()
-    code, _, _ = local_launcher.run_with_restarts([], 2, scratch, folder, restarts, start_program)
+    code, _, _ = local_launcher.run_with_restarts([], 2, scratch, folder, restarts)
     return code, len(tries) - len(left)
 
 
@@ -106,29 +103,50 @@ CRASH, KILL = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGSEGV", "S
     ],
 )
 def test_what_ended_ranks_without_a_word_is_said(
-    acts: Sequence[str], code: int, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    acts: Sequence[str],
+    code: int,
+    said: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", f"import os, signal; {acts[int(environment['RANK'])]}"])
 
-    assert local_launcher.run_ranks([], 2, tmp_path, 0, start)[0] == code
+    monkeypatch.setattr(local_launcher, "start_program", start)
+    assert local_launcher.run_ranks([], 2, tmp_path, 0)[0] == code
     assert capsys.readouterr().err.splitlines() == said
 
 
-def test_a_request_while_ranks_are_started_ends_the_run_before_it_began(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["0", "1"])
+def test_a_request_while_ranks_are_started_ends_the_run_before_it_began(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
         if environment["RANK"] == when:
             os.kill(os.getpid(), signal.SIGINT)
         return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 
-    when = "0"  # imports what all ranks need
-    with pytest.raises(KeyboardInterrupt):
-        local_launcher.run_ranks([], 2, tmp_path / "0", 0, start)
-    when = "1"
-    assert local_launcher.run_ranks([], 2, tmp_path / "1", 0, start) == (STOPPED, [signal.SIGINT])
+    monkeypatch.setattr(local_launcher, "start_program", start)
+    assert local_launcher.run_ranks([], 2, tmp_path, 0) == (STOPPED, [signal.SIGINT])
 
 
-def test_a_rank_that_listens_does_not_wait_for_one_that_did_not_yet(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ctrl_c_while_the_ranks_still_import_is_answered_in_one_line(tmp_path: Path) -> None:
+    # of its own language, so started from nothing, as users do
+    command = Command(single(*SMALL, "device=cpu", "processes=2"), tmp_path, {"LC_ALL": "C.UTF-8"})
+    until = time.monotonic() + PATIENCE
+    while len(command.members()) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    os.kill(command.pid, signal.SIGINT)
+    ended = command.end()
+    assert (ended.code, ended.screen, ended.left) == (STOPPED, "interrupted before the run began\n", [])
+
+
+def test_a_rank_that_listens_does_not_wait_for_one_that_did_not_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.mkfifo(meeting := tmp_path / "meeting")
     acts = [
         f"signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(meeting)!r}, 'w').close(); signal.pause()",
@@ -138,16 +156,24 @@ def test_a_rank_that_listens_does_not_wait_for_one_that_did_not_yet(tmp_path: Pa
     def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", f"import os, signal; {acts[int(environment['RANK'])]}"])
 
-    assert local_launcher.run_ranks([], 2, tmp_path, 0, start) == (STOPPED, [signal.SIGTERM])
+    monkeypatch.setattr(local_launcher, "start_program", start)
+    assert local_launcher.run_ranks([], 2, tmp_path, 0) == (STOPPED, [signal.SIGTERM])
+    assert capsys.readouterr().err == "interrupted before the run began\n"
 
 
-@pytest.mark.long
-def test_of_more_processes_than_cores_each_has_one_thread() -> None:
+def test_of_more_processes_than_cores_each_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight of two threads on two cores took 18 times as long: OpenMP's threads wait by looking again and again."""
-    words = "from trainer.launch.local_launcher import refuse_too_many as start; import os; start(os.cpu_count() + 1)"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", f"{words}; import torch; print(torch.get_num_threads())"]
-    assert subprocess.check_output(command, env=environment, text=True).strip() == "1"
+    threads = []
+
+    def start(words: Sequence[str], environment: Mapping[str, str], *streams: int | None) -> subprocess.Popen[bytes]:
+        threads.append(environment["OMP_NUM_THREADS"])
+        return subprocess.Popen(["true"])
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(local_launcher, "start_program", start)
+    assert local_launcher.run_ranks([], 3, tmp_path, 0) == (0, [])
+    assert threads == ["1", "1", "1"]
 
 
 def test_restarts_stand_with_processes() -> None:

@@ -105,7 +105,7 @@ def test_who_was_started_by_a_launcher_starts_nobody(place: Path, monkeypatch: p
 
 def test_more_processes_than_the_memory_bears_are_refused() -> None:
     message = (
-        r"processes=10000000: a process takes 0\.1 GB at least, 1,000,000\.0 GB in all, .*; at most processes=\d+$"
+        r"processes=10000000: a process takes 0\.4 GB at least, 4,000,000\.0 GB in all, .*; at most processes=\d+$"
     )
     with pytest.raises(trainer.Refusal, match=message):
         trainer.run(WORDS, processes=10_000_000)

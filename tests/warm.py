@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from tests.spares import give_torchrun_spares
+from tests.spares import give_torchrun_spares, start_copies
 
 ROOT = Path(__file__).resolve().parents[1]
 _starting = threading.Lock()
@@ -140,6 +140,7 @@ def _begin(words: list[str], cwd: str, environment: dict[str, str], screen: int)
     os.close(screen)
     os.chdir(cwd)
     give_torchrun_spares(words, _become)
+    start_copies(_become)
     _become(words, cwd, environment)
 
 

@@ -24,7 +24,7 @@ from trainer.configuration.interpolation import flatten_unresolved, format_value
 from trainer.configuration.key_checks import suggest_overrides, unknown_key_message
 from trainer.configuration.schema import parse_settings
 from trainer.launch import failure
-from trainer.launch.child_processes import ProcessStarter, ProgramRunner, refuse_namesake, run_program, start_program
+from trainer.launch.child_processes import refuse_namesake
 from trainer.launch.launcher_environment import read_launch
 from trainer.launch.local_launcher import refuse_too_many, run_with_restarts
 from trainer.launch.preserve_process_state import preserve_process_state
@@ -200,28 +200,24 @@ def _read_result(cfg: DictConfig, folder: Path, code: int) -> tuple[str, dict[st
 # ----------------------------------------------------------------------------------------- for the command line as well
 
 
-def build_run(
-    arguments: Sequence[str], launch: Launch, cfg: DictConfig | None = None, run_alone: ProgramRunner = run_program
-) -> RunParts:
-    """What a run is made of. cfg: composed of the arguments already; run_alone: runs arguments in another process."""
+def build_run(arguments: Sequence[str], launch: Launch, cfg: DictConfig | None = None) -> RunParts:
+    """What a run is made of. cfg: composed of the arguments already."""
     cfg = compose(arguments) if cfg is None else cfg
     resource_paths.make_recipes_importable()
     from trainer.jobs.run_parts import assemble  # from here on with torch
 
-    return assemble(cfg, arguments, parse_command_line(arguments).folders, launch, run_alone)
+    return assemble(cfg, arguments, parse_command_line(arguments).folders, launch)
 
 
-def build_decided_run(
-    arguments: Sequence[str], launch: Launch, cfg: DictConfig, run_alone: ProgramRunner = run_program
-) -> RunParts:
+def build_decided_run(arguments: Sequence[str], launch: Launch, cfg: DictConfig) -> RunParts:
     """The same, after a plan has decided what stands for each auto, as if that had been typed."""
-    parts = build_run(arguments, launch, cfg, run_alone)
+    parts = build_run(arguments, launch, cfg)
     if keys := job_kinds.open_keys(cfg, launch.world_size):
         from trainer.jobs.auto_choice import choose, with_choice
 
         choice = choose(parts, keys)
         if choice.overrides:
-            parts = build_run(arguments, launch, compose(with_choice(arguments, choice)), run_alone)
+            parts = build_run(arguments, launch, compose(with_choice(arguments, choice)))
         parts.auto = choice
     return parts
 
@@ -257,9 +253,7 @@ def processes_to_start(cfg: DictConfig, launch: Launch) -> int:
     return int(count) if count > 1 or restarts else 0
 
 
-def run_in_processes(
-    arguments: Sequence[str], cfg: DictConfig, count: int, starter: ProcessStarter = start_program
-) -> tuple[int, list[int], str]:
+def run_in_processes(arguments: Sequence[str], cfg: DictConfig, count: int) -> tuple[int, list[int], str]:
     """The run in so many processes: its exit code, the signals that asked it to stop, and its message if it failed."""
     refuse_namesake()
     # the restarts of a trained run are not those of the job that opens it
@@ -270,7 +264,7 @@ def run_in_processes(
         if cfg.run.dir is None and cfg.run.name is None:
             arguments = [*arguments, f"run.dir={quote_value(str(folder))}"]
     with TemporaryDirectory(prefix="trainer-") as scratch:
-        return run_with_restarts(arguments, count, Path(scratch), folder, restarts, starter)
+        return run_with_restarts(arguments, count, Path(scratch), folder, restarts)
 
 
 def run_doctor_job(cfg: DictConfig, launch: Launch) -> int:

@@ -51,8 +51,3 @@ def open_keys(cfg: DictConfig, processes: int) -> list[str]:
         "loop.micro_batch": cfg.loop.micro_batch == "auto",
     }
     return [key for key, answer in is_open.items() if answer]
-
-
-def needs_reference(cfg: DictConfig) -> bool:
-    """Is there to be a reference, made by another process?"""
-    return is_verification(cfg) and cfg.job.get("reference") is None and cfg.job.get("record") is None

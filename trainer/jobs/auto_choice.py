@@ -17,6 +17,7 @@ from trainer.configuration.command_line import add_overrides, quote_path
 from trainer.jobs.plan.choice import choose_row, format_mib
 from trainer.jobs.plan.devices import DEVICES, OWN
 from trainer.jobs.run_parts import AutoChoice, RunParts
+from trainer.launch.child_processes import run_program
 from trainer.launch.devices import accelerator_names, available_memory_per_rank, total_memory
 from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.store_collectives import broadcast_from_main, gather_to_main
@@ -161,7 +162,7 @@ def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
             "PYTHONPATH": here,
             "TRAINER_PARENT": str(os.getpid()),
         }
-        code, printed = run.run_alone(add_overrides(arguments, *added), environment)
+        code, printed = run_program(add_overrides(arguments, *added), environment)
         if code:
             return None, printed.strip()[-_LAST:] or f"job=plan ended with {code}"
         plan = json.loads((folder / "plan" / "plan.json").read_text())

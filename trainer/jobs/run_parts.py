@@ -22,7 +22,6 @@ from trainer.configuration.schema import Settings, parse_settings
 from trainer.data.data import Data
 from trainer.jobs.batch_sizes import BatchSizes, RunLength
 from trainer.jobs.initial_weights import InitialWeights
-from trainer.launch.child_processes import ProgramRunner, run_program
 from trainer.launch.launcher_environment import apply_init_method
 from trainer.launch.rendezvous import Launch
 from trainer.launch.typed_values import read_yaml
@@ -79,7 +78,6 @@ class RunParts:
     job: Job
     settings: Settings
     arguments: list[str]  # of the command line
-    run_alone: ProgramRunner  # runs a command with such arguments in a process of its own
     configuration: str  # yaml, without secrets
     unused_keys: Collection[str]  # of the configuration: without them the run would be the same
     machine: Machine
@@ -135,13 +133,10 @@ class PreparedRun(RunParts):
 _KINDS = {"job": Job, "strategy": Strategy, "model": nn.Module, "task": Task, "schedule": Schedule, "data": Data}
 
 
-def assemble(
-    cfg: DictConfig, arguments: Sequence[str], labs: Sequence[Path], launch: Launch, runner: ProgramRunner = run_program
-) -> RunParts:
+def assemble(cfg: DictConfig, arguments: Sequence[str], labs: Sequence[Path], launch: Launch) -> RunParts:
     """Turn every node into an object; what is not one yet (a network, an optimizer) into what makes it.
 
-    labs: the folders of yaml files that the command line adds. runner: runs a command in another process.
-    Refusal where a node is not of its group's kind.
+    labs: the folders of yaml files that the command line adds. Refusal where a node is not of its group's kind.
     """
     # the framework's own keys, all of them, before any name in a group is looked up
     settings = parse_settings(cfg)
@@ -173,7 +168,6 @@ def assemble(
         job=instantiate(cfg.job, Job, "job", names),
         settings=settings,
         arguments=list(arguments),
-        run_alone=runner,
         configuration=to_yaml(cfg),
         unused_keys=unused_keys,
         machine=machine,

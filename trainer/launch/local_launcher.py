@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
+from subprocess import Popen
 from typing import NamedTuple, Self, TextIO, TypedDict
 
-from trainer.launch.child_processes import ChildProcess, ProcessStarter, child_environment, forward_signals
+from trainer.launch.child_processes import child_environment, forward_signals, start_program
 from trainer.launch.failure import STOPPED
 from trainer.launch.rank_output import say
 from trainer.launch.run_status import read_status
@@ -43,15 +44,14 @@ class FailedAttempt(NamedTuple):
     reason: str
 
 
-# Host memory that each rank has for itself at least: 92 to 133 MB were measured of forked ranks of a small network.
-PROCESS_BYTES = 1e8
+# Host memory that each rank has for itself at least: 443 and 449 MB were measured of two ranks of a small network.
+PROCESS_BYTES = 4e8
 
 
 def refuse_too_many(count: int) -> None:
     """Refuse more processes than the memory of this machine bears, before the first of them starts."""
     if count <= (os.cpu_count() or 1):
         return  # no machine is that small, and what follows imports torch
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which reads it then, and all ranks are copies of this process
     from trainer.launch.devices import available_host_memory
 
     available = available_host_memory()
@@ -64,7 +64,7 @@ def refuse_too_many(count: int) -> None:
 
 
 def run_with_restarts(
-    arguments: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int, starter: ProcessStarter
+    arguments: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int
 ) -> tuple[int, list[int], str]:
     """Run in so many processes, again after a failure, up to `restarts` times without a new checkpoint.
 
@@ -76,7 +76,7 @@ def run_with_restarts(
         # each attempt has a folder of its own: the store of the last one is still full of its keys
         attempt_folder = scratch / f"attempt_{len(failures)}"
         attempt_folder.mkdir()
-        code, signals = run_ranks(arguments, count, attempt_folder, len(failures), starter)
+        code, signals = run_ranks(arguments, count, attempt_folder, len(failures))
         message = read_failure(attempt_folder)
         if not restarts or code in _FINAL_CODES or signals:
             return code, signals, message
@@ -97,26 +97,24 @@ def run_with_restarts(
         say(f"restart     {where}, {failed}; left without progress: {restarts_left}")
 
 
-def run_ranks(
-    arguments: Sequence[str], count: int, scratch: Path, attempt: int, starter: ProcessStarter
-) -> tuple[int, list[int]]:
+def run_ranks(arguments: Sequence[str], count: int, scratch: Path, attempt: int) -> tuple[int, list[int]]:
     """Start so many ranks and wait for all; the run's exit code, and the signals that asked it to stop.
 
     scratch: an empty folder that other users may not look into; where a rank is refused or fails, it reports that in
     `<rank>/error.json`. attempt: how often the same run has been started before.
     """
-    children: list[ChildProcess] = []
+    children: list[Popen[bytes]] = []
     with OutputRelay() as relay:
-
-        def start(rank: int) -> None:
-            environment = _rank_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
-            children.append(starter(arguments, environment, relay.stdout, relay.stderr))
-
         try:
-            start(0)  # which may import for seconds: until then a signal ends this process at once
             with forward_signals(children) as signals:
-                for rank in range(1, count):
-                    start(rank)
+                for rank in range(count):
+                    environment = _rank_environment(rank, count, scratch) | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+                    # Python would answer a Ctrl-C with a traceback while it starts: a rank hears of it in main()
+                    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+                    try:
+                        children.append(start_program(arguments, environment, relay.stdout, relay.stderr))
+                    finally:
+                        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 # one that came meanwhile did not reach all; there is no run yet
                 codes = [-signals[0]] if signals else _wait_for_all(children, relay, signals)
         finally:
@@ -167,14 +165,14 @@ def _loopback_interfaces() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"} if loopback else {}
 
 
-def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, signals: list[int]) -> list[int]:
+def _wait_for_all(children: Sequence[Popen[bytes]], relay: OutputRelay, signals: list[int]) -> list[int]:
     """The exit codes of all; where one has failed the others have a while to notice it by themselves."""
 
     def send(number: int) -> None:
         for child in children:
             child.send_signal(number)
 
-    failed_at, terminated = None, False
+    failed_at, terminated, own = None, False, list[int]()
     # a sweep that is killed signals nobody: its runs stop, so that the next sweep finds their folders free
     parent = os.getppid() if os.environ.get("TRAINER_PARENT") == str(os.getppid()) else None
     while any(child.poll() is None for child in children):
@@ -187,6 +185,7 @@ def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, signals:
             send(signal.SIGCONT)  # a rank that was stopped (SIGSTOP) must run to hear that the run is over
         # a rank that did not listen yet has ended, and there will be no run; those that did would wait for it
         if signals and any(-(child.poll() or 0) in STOP_SIGNALS for child in children):
+            own = [signal.SIGKILL]
             send(signal.SIGKILL)
         # after a failure: first they notice it by themselves, then they are asked to end, then they are killed
         late = time.monotonic() - failed_at if failed_at is not None else 0.0
@@ -198,11 +197,11 @@ def _wait_for_all(children: Sequence[ChildProcess], relay: OutputRelay, signals:
             send(signal.SIGKILL)
         relay.pass_on(_POLL_INTERVAL)
     if not terminated:
-        _report_signals(children, signals)
+        _report_signals(children, [*signals, *own])
     return [child.wait() for child in children]
 
 
-def _report_signals(children: Sequence[ChildProcess], asked: Sequence[int]) -> None:
+def _report_signals(children: Sequence[Popen[bytes]], asked: Sequence[int]) -> None:
     """Say which ranks a signal has ended that nobody asked for: they cannot, and if all were, nobody else does."""
     for rank, child in enumerate(children):
         if (code := child.poll()) is not None and code < 0 and -code not in asked:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 from trainer.configuration.multirun import Trial, run_arguments
-from trainer.launch.child_processes import ChildProcess, child_environment, forward_signals, start_program
+from trainer.launch.child_processes import child_environment, forward_signals, start_program
 from trainer.launch.failure import STOPPED
 from trainer.launch.local_launcher import combine_exit_codes, read_failure
 from trainer.launch.run_status import read_status
@@ -90,7 +91,7 @@ class RunningChild:
     """A run under way."""
 
     trial: Trial
-    process: ChildProcess
+    process: Popen[bytes]
     share: DeviceShare
     began: float  # by the monotonic clock
     scratch: Path  # where it reports why it failed
@@ -112,7 +113,7 @@ def run_concurrently(
 
     # each share of the machine is free, or has one run under way
     waiting, free, under_way = list(trials), list(shares), list[RunningChild]()
-    processes: list[ChildProcess] = []  # all that were ever started
+    processes: list[Popen[bytes]] = []  # all that were ever started
     with (
         TemporaryDirectory(prefix="trainer-") as scratch,
         forward_signals(processes) as signals,
@@ -145,7 +146,7 @@ def run_concurrently(
 
 
 @contextmanager
-def _terminate_at_end(processes: Sequence[ChildProcess]) -> Iterator[None]:
+def _terminate_at_end(processes: Sequence[Popen[bytes]]) -> Iterator[None]:
     """After an error inside, runs that are under way save and stop; otherwise all have ended."""
     try:
         yield

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from trainer.configuration.command_line import add_overrides, quote_path
 from trainer.jobs.run_parts import PreparedRun
+from trainer.launch.child_processes import run_program
 from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
@@ -39,7 +40,7 @@ def make_reference(run: PreparedRun, samples: int, path: Path) -> None:
         here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
         environment = without_launcher_variables(os.environ) | {"PYTHONPATH": here, "TRAINER_PARENT": str(os.getpid())}
         words = add_overrides(arguments, f"job.batch={samples}", f"job.record={quote_path(path)}")
-        code, printed = run.run_alone(words, environment)
+        code, printed = run_program(words, environment)
         output = printed.strip()[-_LAST:]
         if code == 2:  # a refusal, as this run might have had
             raise Refusal(output)
