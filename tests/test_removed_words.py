@@ -15,12 +15,19 @@ from trainer.messages import Refusal
 
 WORDS = {  # what people type, and what the line must tell them
     "compile.mode=step": "compile.mode=default, or reduce-overhead",
+    "strategy=diloco": "docs/own-strategy.md",
     "strategy=fsdp strategy.attention=ring": "gather keys and values",
     "strategy=ddp_tp strategy.async_tp=true": "leave it out",
+    "loop.on_nonfinite=rollback": "write stop",
+    "loop.on_spike=rollback": "TensorBoard",
     "run.stop_when=/tmp/notice": "docs/clusters.md",
+    "log=[csv]": "pandas.read_json",
+    "job=report": "status.json",
     "hydra/sweeper=optuna": "docs/sweeps.md",
     "-m seed=1,2 hydra/sweeper=optuna": "docs/sweeps.md",
     "hydra/launcher=submitit_slurm": "docs/clusters.md",
+    "job=plan job.flops=100": "by the data sheet",
+    "job=plan job.doctor=doctor.json": "by the data sheet",
     "job=verify job.layers=2": "make the network smaller",
     "model=deepseek": "model=hf_decoder",
     "model=deepseek_moe": "model=moe_nano",
@@ -71,15 +78,15 @@ def test_a_yaml_file_of_a_lab_is_answered_too(tmp_path: Path) -> None:
         (conf / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}")
         return refusal("--config-dir", str(conf), "experiment=mine")
 
-    assert "this key is gone; four lines" in experiment("run: {stop_when: /tmp/x}\n")
+    assert "this key is gone; TensorBoard" in experiment("loop: {on_spike: rollback}\n")
     assert "compile.mode=step is gone; write" in experiment("compile: {mode: step}\n")
-    assert "model=airbench is gone; write" in experiment("defaults: [{override /model: airbench}]\n")
+    assert "strategy=diloco is gone; DiLoCo" in experiment("defaults: [{override /strategy: diloco}]\n")
 
 
 def test_a_lab_may_use_the_old_words_for_its_own(tmp_path: Path) -> None:
     (tmp_path / "conf" / "strategy").mkdir(parents=True)
-    (tmp_path / "conf" / "strategy" / "mine.yaml").write_text("_target_: lab.Mine\nattention: 3\n")
-    cfg = compose(["--config-dir", str(tmp_path / "conf"), "strategy=mine", "strategy.attention=4"])
+    (tmp_path / "conf" / "strategy" / "diloco.yaml").write_text("_target_: lab.Mine\nattention: 3\n")
+    cfg = compose(["--config-dir", str(tmp_path / "conf"), "strategy=diloco", "strategy.attention=4"])
     assert cfg.strategy == {"_target_": "lab.Mine", "attention": 4}
 
 
@@ -88,7 +95,7 @@ def test_a_stored_configuration_in_todays_words(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(removed_words._RENAMED, "loop.batch", "loop.global_batch")
     stored = {
         "seed": 1,
-        "loop": {"batch": 8},
+        "loop": {"on_spike": "warn", "batch": 8},
         "strategy": {"_target_": "trainer.strategies.tp.TP", "attention": "gather", "async_tp": False, "tensor": 2},
         "optimizer": {"_target_": "package.Shampoo"},
         "data": {"_target_": "lab.Mine", "blur": {"model.blur": 1}, "parts": [{"_target_": "trainer.old.Place"}]},
@@ -108,8 +115,8 @@ def test_a_stored_configuration_in_todays_words(monkeypatch: pytest.MonkeyPatch)
 
     lab = {"strategy": {"_target_": "lab.Mine", "attention": "auto", "async_tp": True}}
     assert in_todays_words(lab) == (lab, {})
-    _, gone = in_todays_words({"run": {"stop_when": "/tmp/x"}, "compile": {"mode": "step"}})
-    assert [*gone] == ["run.stop_when", "compile.mode"]
+    _, gone = in_todays_words({"loop": {"on_spike": "rollback"}, "compile": {"mode": "step"}})
+    assert [*gone] == ["loop.on_spike", "compile.mode"]
 
 
 def test_a_run_folder_with_words_that_are_gone(tmp_path: Path) -> None:
@@ -120,15 +127,15 @@ def test_a_run_folder_with_words_that_are_gone(tmp_path: Path) -> None:
         return compose(["job=evaluate", f"run.dir={tmp_path}", *words])
 
     tp = {"_target_": "trainer.strategies.tp.TP", "attention": "auto", "async_tp": False}
-    assert opened(strategy=tp, run={"stop_when": "/tmp/x"}).strategy == {"_target_": "trainer.strategies.tp.TP"}
-    with pytest.raises(
-        Refusal, match=r"config\.yaml has words that are gone(.|\n)*strategy\.attention: this key is gone"
-    ):
-        opened(strategy=tp | {"attention": "ring"})
+    assert opened(strategy=tp, loop={"on_spike": "warn"}, run={"stop_when": "/tmp/x"}).strategy == {
+        "_target_": "trainer.strategies.tp.TP"
+    }
+    with pytest.raises(Refusal, match=r"config\.yaml has words that are gone(.|\n)*loop\.on_spike: this key is gone"):
+        opened(loop={"on_spike": "rollback"})
     with pytest.raises(Refusal, match=r"compile\.mode=step is gone"):
         opened(compile={"mode": "step"})
     assert opened("compile.mode=default", compile={"mode": "step"}).compile.mode == "default"
-    views = {"_target_": "recipes.vision.views.ViewedClassification", "views": "flip"}
-    with pytest.raises(Refusal, match="task=classification_views is gone"):
-        opened(task=views)
-    assert opened("task=classification", task=views).task._target_ == "recipes.vision.classification.Classification"
+    diloco = {"_target_": "trainer.strategies.diloco.DiLoCo", "every": 50}
+    with pytest.raises(Refusal, match="strategy=diloco is gone"):
+        opened(strategy=diloco)
+    assert opened("strategy=ddp", strategy=diloco).strategy._target_ == "trainer.strategies.ddp.DDP"

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 _LATENT = "model=hf_decoder trains the published networks that have latent attention"
+_ROUGH = "the seconds of a plan are rough, by the data sheet of job.device; job.memory and job.per_machine stay"
 _DECODER = (
     "model=hf_decoder trains published weights; model=moe_nano is a small mixture of experts, whose sizes are keys"
 )
@@ -18,6 +19,10 @@ _DECODER = (
 # An option of a group, or a value of a key: what does it now.
 _OPTIONS = {
     "compile.mode=step": "write compile.mode=default, or reduce-overhead on GPUs",
+    "strategy=diloco": "DiLoCo is the long example of docs/own-strategy.md, a file for your own folder",
+    "loop.on_nonfinite=rollback": "write stop, and start from the last checkpoint; skip leaves the step out",
+    "job=report": "status.json in the run's folder says what the run has cost, also while it runs",
+    "log=csv": "every run has metrics.jsonl, which pandas reads: pandas.read_json('metrics.jsonl', lines=True)",
     "hydra/sweeper=optuna": "15 lines around trainer.run do it (docs/sweeps.md)",
     "hydra/launcher=submitit_*": "a job array of Slurm does it (docs/clusters.md)",
     "model=deepseek": _DECODER,
@@ -34,8 +39,14 @@ _OPTIONS = {
 # A key: the values with which it changed nothing (...: all of them), and what to do instead of the others.
 _KEYS: dict[str, tuple[Any, str]] = {
     "run.stop_when": ((None,), "four lines of shell that send SIGTERM do it (docs/clusters.md, spot machines)"),
+    "loop.on_spike": (("warn",), "TensorBoard shows a loss that jumps; run.resume=CHECKPOINT goes back to before it"),
     "strategy.attention": (("auto", "gather"), "leave it out: context ranks gather keys and values, on the same curve"),
     "strategy.async_tp": ((False,), "leave it out: the curve is the same without"),
+    "job.flops": ((None,), _ROUGH),
+    "job.bandwidth": ((None,), _ROUGH),
+    "job.inside": ((None,), _ROUGH),
+    "job.between": ((None,), _ROUGH),
+    "job.doctor": ((None,), _ROUGH),
     "job.layers": ((None,), "make the network smaller by keys of model, and prove that one"),
     "model.kv_rank": ((None,), _LATENT),
     "model.q_rank": ((None,), _LATENT),
@@ -54,6 +65,9 @@ _KEYS: dict[str, tuple[Any, str]] = {
 
 # A class that a `_target_` names and that is gone: the word above that chose it.
 _CLASSES = {
+    "trainer.strategies.diloco.DiLoCo": "strategy=diloco",
+    "trainer.jobs.goodput_report.Report": "job=report",
+    "trainer.records.metrics_files.CSV": "log=csv",
     "recipes.vision.airbench.airbench": "model=airbench",
     "recipes.vision.views.ViewedClassification": "task=classification_views",
     "recipes.vision.lookahead.LookaheadSGD": "optimizer=sgd_lookahead",
