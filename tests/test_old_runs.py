@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from tests.baseline.old_runs import HERE, figures, job_words, learned, read_lines, sums, unpack, words
-from tests.commands import ROOT
 from tests.inside import product
 from tests.processes import Processes
 from tests.quick import quickly
 from trainer.launch.rendezvous import Launch
 
-TABLE = ROOT / "trainer" / "configuration" / "removed_words.py"  # lets folders open whose keys have gone since
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not TABLE.exists(), reason="nobody answers for keys that have gone")]
+pytestmark = pytest.mark.slow
 
 EXPECTED: dict[str, Any] = json.loads((HERE / "expected.json").read_text())
 NEAR: dict[str, Any] = {"rel": 1e-5, "abs": 1e-7}  # the last bits are other ones on another processor

@@ -1,13 +1,13 @@
 """Mistakes that are made on purpose, one after the other, in a scratch checkout: which tests notice them?
 
-    python -m tests.baseline.mistakes CHECKOUT RESULTS.json [NAME...]           try those that RESULTS does not have yet
+    python -m tests.baseline.mistakes CHECKOUT RESULTS.json [NAME...]           those without a result, or without time
     python -m tests.baseline.mistakes CHECKOUT RESULTS.json --quick [NAME...]   those that lived, with the quick suite
     python -m tests.baseline.mistakes --table RESULTS.json [OTHER.json]         as a table; what OTHER.json has lost
 
 Each file of `mistakes/` is a patch whose first line says what is wrong: planted ones, and fixes of the past taken back.
 One at a time is applied to CHECKOUT, which is clean and no place of work, and is taken back. The tests are those that
-came with a fix (its second line), then those whose imports lie nearest to the files of the patch, long ones included.
-A result is written after each; stop and begin again as you like. Where a patch no longer fits, write the mistake anew,
+its second line names, as those of a fix, then those whose imports lie nearest to the files of the patch, long ones
+included. A result is written after each; stop and begin again as you like. Where a patch no longer fits, write it anew,
 in the code of today.
 """
 
@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent / "mistakes"
-PATIENCE, QUICK_PATIENCE = 240, 1800  # seconds for all tests of a mistake
+PATIENCE = float(os.environ.get("PATIENCE", "240"))  # seconds for the nearest tests of a mistake
+QUICK_PATIENCE = 1800  # for the quick suite
 MOST = 8  # files of tests
+GROUP: dict[str, Any] = {"start_new_session": True, "stdin": subprocess.DEVNULL}
 WIDE = ["tests/strategies/test_contract.py"]  # for what many strategies share
 
 
@@ -43,7 +45,7 @@ def modules(path: Path) -> set[str]:
 def nearest_tests(checkout: Path, changed: list[str]) -> list[str]:
     """Test files by their distance from files of the program: named like one, importing one, by way of a helper."""
     wanted = {file.removesuffix(".py").replace("/", ".") for file in changed}
-    words = [set(re.findall("[a-z0-9]+", file)) for file in changed]
+    words = [set(re.findall("[a-z0-9]+", file.partition("/")[2])) for file in changed]
     imports = {str(path.relative_to(checkout)): modules(path) for path in sorted((checkout / "tests").rglob("*.py"))}
     helpers = {file.removesuffix(".py").replace("/", ".") for file, names in imports.items() if _meets(names, wanted)}
     ranked: list[tuple[int, int, str]] = []
@@ -69,22 +71,22 @@ def run_tests(checkout: Path, words: list[str], patience: float) -> dict[str, An
     command = [str(checkout / ".venv/bin/python"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **GROUP)
+    in_time, output = True, b""
     try:
-        said = process.communicate(timeout=patience)[0].decode(errors="replace")
-        in_time = True
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, in_time = process.communicate()[0].decode(errors="replace"), False
+        output, _ = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired as error:
+        in_time, output = False, error.stdout or b""
+    finally:  # also where this program is to stop
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    said = output.decode(errors="replace")
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.MULTILINE)
-    ended = {"seconds": round(time.monotonic() - began), "in_time": in_time}
     passed = re.search(r"(\d+) passed", said)
-    ended |= {"passed": int(passed[1]) if passed else said.count(".")}
+    ended = {"seconds": round(time.monotonic() - began), "in_time": in_time}
+    ended["passed"] = int(passed[1]) if passed else said.count(".")
     if failed or (in_time and process.returncode in (1, 2, 3, 4)):
         return {"died": failed[1] if failed else said.strip().splitlines()[-1][:200], **ended}
     return {"died": None, **ended}
-
-
-GROUP: dict[str, Any] = {"start_new_session": True, "stdin": subprocess.DEVNULL}
 
 
 def try_one(checkout: Path, patch: Path, quick: bool) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def try_one(checkout: Path, patch: Path, quick: bool) -> dict[str, Any]:
     while True:
         applied = subprocess.run([*git, "apply", "-C1", str(patch)], capture_output=True, text=True)
         if applied.returncode:
-            return {"fits": False, "died": None, "why": applied.stderr.splitlines()[0]}
+            return {"fits": False, "died": None, "tests": [], "why": applied.stderr.splitlines()[0]}
         try:
             found = run_tests(checkout, words, QUICK_PATIENCE if quick else PATIENCE)
         finally:
@@ -126,17 +128,17 @@ def table(results: dict[str, Any], other: dict[str, Any]) -> str:
 
 def main() -> None:
     """Try what is asked for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; begin again as you like"))
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     if "--table" in sys.argv:
-        read = [json.loads(Path(word).read_text()) for word in words]
-        print(table(read[0], read[1] if len(read) > 1 else {}))
+        print(table(*[*(json.loads(Path(word).read_text()) for word in words), {}][:2]))
         return
     checkout, file, quick = Path(words[0]).resolve(), Path(words[1]).resolve(), "--quick" in sys.argv
     for patch in sorted(HERE.glob("*.patch")):
         results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         name, before = patch.stem, results.get(patch.stem)
-        again = quick and before and not before["died"] and before.get("tests") != "quick"
-        if (words[2:] and name not in words[2:]) or (before and not again):
+        tried = before and (before["died"] or (before["tests"] == "quick" if quick else before.get("in_time")))
+        if tried or (words[2:] and name not in words[2:]) or (quick and not before):
             continue
         results[name] = {"what": patch.read_text().splitlines()[0], **try_one(checkout, patch, quick)}
         rows = [f"{json.dumps(one)}: {json.dumps(found)}" for one, found in sorted(results.items())]
