@@ -137,7 +137,7 @@ def test_jobs_read_the_rest_where_it_lies_and_refuse_where_it_is_other(
     # another run begins with the adapters and what lies under them
     words = [word for word in COMMON if not word.startswith("init_from")]
     assert here(*words, "strategy=single", "init_from=run", "run.dir=next", "optimizer.lr=0", "loop.steps=1") == 0
-    assert not list((tmp_path / "next" / "checkpoints").glob("*/frozen-*"))
+    assert "base" in json.loads((tmp_path / "next/checkpoints/step-00000001/state.json").read_text())
 
     (place / "base").rename(place / "moved")
     try:
@@ -155,7 +155,8 @@ def test_jobs_read_the_rest_where_it_lies_and_refuse_where_it_is_other(
         (place / "moved").rename(place / "base")
     # all of it in one folder, for who wants to carry it away
     assert here(*COMMON, f"init_from={place / 'base'}", "model.settings=null", *OWN, "run.dir=all", *WHOLE) == 0
-    assert len(list((tmp_path / "all" / "checkpoints").glob("*/frozen-*"))) == 1
+    whole = {name for name in stored(tmp_path / "all", 1) if "/" not in name}
+    assert whole == own.state_dict().keys() | adapters_of(alone).keys()
 
 
 OWN = ("model.width=32", "model.depth=2", "model.heads=4", "model.groups=2", "model.inner=48", "model.tied=false")

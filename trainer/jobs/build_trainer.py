@@ -63,12 +63,13 @@ def make_checkpoints(
     return kind(path, world, options.keep, best, facts, RESUME_KEYS, _ALLOWED_FAILURES[options.on_error], saver, mirror)
 
 
-def _leave_out_frozen(run: PreparedRun, network: nn.Module, checkpoints: CheckpointManager) -> None:
+def _leave_out_frozen(run: PreparedRun, network: nn.Module, checkpoints: CheckpointManager, log: Log) -> None:
     """Collective: checkpoints only say where frozen weights lie, if so wanted. The main rank decides."""
     frozen, whole = frozen_names(network), run.settings.checkpoint.whole
     leaves_out = frozen and run.machine.launch.is_main and (has_adapters(network) if whole is None else not whole)
     weights = {name: tensor for name, tensor in network.state_dict().items() if name in frozen}
-    checkpoints.begin_with(run.initial.base() if leaves_out else None, weights)
+    if size := checkpoints.begin_with(run.initial.base() if leaves_out else None, weights):
+        log.say(f"note        every save writes the frozen weights again: {size:,} bytes")
 
 
 def make_trainer(
@@ -85,7 +86,7 @@ def make_trainer(
     options, micro_batches = LoaderOptions(**vars(settings.loader)), run.batches.micro_batches
     train_loader = TrainLoader(run.data, run.training, strategy.slice, loop.global_batch, micro_batches, options)
     model, optimizer = build_model(run, train_loader.example(), log)
-    _leave_out_frozen(run, model.network, checkpoints)
+    _leave_out_frozen(run, model.network, checkpoints, log)
     comparison.begin(model.network)
     evaluation = make_evaluation(run)
 

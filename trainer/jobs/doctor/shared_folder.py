@@ -1,4 +1,4 @@
-"""Does the folder of runs behave on all machines as a run needs it? Renaming, O_EXCL, flock, hard links, delay."""
+"""Does the folder of runs behave on all machines as a run needs it? Renaming, O_EXCL, flock, delay."""
 
 from __future__ import annotations
 
@@ -94,16 +94,10 @@ class _Examination:
                 self._add("error", "gets a lock that rank 0 holds: flock does not reach it")
             os.close(descriptor)
 
-    def link(self) -> None:
-        """Rank 0 gives a file a second name: checkpoints share frozen tensors in that way."""
+    def unlock(self) -> None:
+        """Rank 0 lets go of it."""
         if self._lock is not None:
             os.close(self._lock)
-            try:
-                os.link(self.folder / "seen", self.folder / "linked")
-            except OSError as error:
-                self._add(
-                    "note", f"makes no hard links there ({error.strerror}): checkpoints keep frozen tensors twice"
-                )
 
     def _add(self, level: Level, sentence: str) -> None:
         self.report.problems.append((level, sentence))
@@ -125,7 +119,7 @@ def _version(number: int) -> str:
 
 _STEPS: tuple[Callable[[_Examination], None], ...] = (
     *(_Examination.look_before, _Examination.write, _Examination.see, _Examination.replace),
-    *(_Examination.make_once, _Examination.lock, _Examination.try_lock, _Examination.link),
+    *(_Examination.make_once, _Examination.lock, _Examination.try_lock, _Examination.unlock),
 )
 
 

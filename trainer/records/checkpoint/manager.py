@@ -24,12 +24,7 @@ from trainer.records.checkpoint.manifest import CheckpointInfo, CorruptCheckpoin
 from trainer.records.checkpoint.mirror import NoMirror
 from trainer.records.checkpoint.save_plan import SavePlanner
 from trainer.records.checkpoint.store import (
-    NO_LINKS,
-    NO_SOURCE,
-    FrozenSource,
     clean_leftovers,
-    frozen_source_of,
-    link_frozen_files,
     list_complete,
     open_newest,
     remove_checkpoint,
@@ -77,8 +72,8 @@ class CheckpointManager:
         self._saver, self._planner = saver or SyncSaver(ranks), SavePlanner(ranks)
         self._mirror = mirror or NoMirror()
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
-        # where the frozen tensors lie already; where they will, with the save under way
-        self._frozen_source = self._next_frozen_source = NO_SOURCE
+        self._base: BaseWeights | None = None  # where frozen tensors lie that checkpoints leave out; the main rank's
+        self._base_bits: dict[str, int] | None = None  # fingerprints of this rank's; None: checkpoints hold all
         self._rejected: set[Path] = set()  # found corrupt; they count for nothing when others are removed
         self._best_rank = (-math.inf, -math.inf)  # the best rank so far, with that of the save under way
         self._previous_rank: tuple[float, float] | None = None  # the same without it; None: none is under way
@@ -103,8 +98,8 @@ class CheckpointManager:
         """Write one checkpoint, or begin to; it has its name once it is whole. Collective.
 
         tensors: what this rank holds. Those that are whole are equal on every rank that has them; not all ranks need
-        have the same. finite: the names of those whose numbers must be; frozen: of those that nothing trains, which are
-        written again only where they have changed. FailedSave and what is returned: as `finish_save`.
+        have the same. finite: the names of those whose numbers must be; frozen: of those that nothing trains, which
+        are left out as long as they are those of `begin_with`. FailedSave and what is returned: as `finish_save`.
         """
         previous = self.finish_save()  # one at a time
         if previous.tensors:
@@ -124,17 +119,17 @@ class CheckpointManager:
         frozen: Collection[str],
     ) -> CheckpointContents:
         """Collective: what is to be written, as it is now."""
-        current = fingerprints({name: tensor for name, tensor in tensors.items() if name in frozen})
-        self._next_frozen_source = FrozenSource(checkpoint_path(self.folder, step), current)  # once it is written
-        links = link_frozen_files(self.folder, self._frozen_source) if self.ranks.is_main else NO_LINKS
+        if self._base_bits is not None:
+            current = fingerprints({name: tensor for name, tensor in tensors.items() if name in frozen})
+            # all ranks; a byte: code of the run's own may have changed one, a teacher for example
+            if any(self.ranks.max_values([current != self._base_bits])):
+                self._base = self._base_bits = None
+            else:
+                tensors = {name: tensor for name, tensor in tensors.items() if name not in current}
+        if self._base is not None:
+            state = {**state, BASE_KEY: self._base.fields}
         # all ranks: hashes of what each holds; layouts only where those differ from the last save
-        plan, reused = self._planner.plan(tensors, frozen, current == self._frozen_source.fingerprints, links.tensors)
-        if not reused:
-            links.remove()
-            links = NO_LINKS
-        elif self._frozen_source.base is not None:
-            self._next_frozen_source = self._frozen_source
-            state = {**state, BASE_KEY: self._frozen_source.base.fields}
+        plan = self._planner.plan(tensors)
         return CheckpointContents(
             step,
             tensors=self._saver.snapshot({name: tensors[name] for name in plan.names}),
@@ -142,8 +137,6 @@ class CheckpointManager:
             state=deepcopy(state),
             metrics=metrics,
             finite=finite,
-            frozen=frozen,
-            links=links,
         )
 
     def _write(self, contents: CheckpointContents) -> None:
@@ -179,7 +172,7 @@ class CheckpointManager:
                 return NonFiniteSave(error.step, error.tensors)
             self._forgive(error)
         else:
-            self._failures, self._frozen_source = [], self._next_frozen_source
+            self._failures = []
         return NonFiniteSave()
 
     def _forgive(self, error: FailedSave) -> None:
@@ -238,13 +231,20 @@ class CheckpointManager:
         from trainer.records.checkpoint.tensor_files import load_tensors
 
         all_or_none(self.ranks, lambda: load_tensors(tensors, checkpoint), CorruptCheckpoint)
-        if BASE_KEY not in checkpoint.state:
-            self._frozen_source = frozen_source_of(checkpoint, tensors)
+        if BASE_KEY not in checkpoint.state:  # what held all is followed by what holds all
+            self._base = self._base_bits = None
 
-    def begin_with(self, base: BaseWeights | None, frozen: Mapping[str, Tensor]) -> None:
+    def begin_with(self, base: BaseWeights | None, frozen: Mapping[str, Tensor]) -> int:
         """Collective: as long as these tensors stay as they are no checkpoint holds them, only that they are `base`.
 
-        base: on the main rank, which decides; None: checkpoints hold all.
+        base: on the main rank, which decides; None, or of other tensors: checkpoints hold all. Returns the bytes of
+        these tensors that each checkpoint holds.
         """
-        if self.ranks.broadcast_value(base is not None):  # all ranks; one bit of the main one
-            self._frozen_source = FrozenSource(Path(), fingerprints(frozen), base)
+        # all ranks, once; names and sizes: of a pipeline each stage has its own
+        gathered = self.ranks.all_gather_values({name: tensor.nbytes for name, tensor in frozen.items()})
+        sizes = {name: size for of_rank in gathered for name, size in of_rank.items()}
+        # all ranks; one bit of the main one
+        if self.ranks.broadcast_value(base is not None and base.shapes.keys() == sizes.keys()):
+            self._base, self._base_bits = base, fingerprints(frozen)
+            return 0
+        return sum(sizes.values())

@@ -39,7 +39,6 @@ from trainer.messages import escape_line
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 TENSOR_SUFFIX = ".safetensors"  # ends the names of files with tensors
-FROZEN_PREFIX = "frozen-"  # begins the names of files whose tensors nothing trains, which several checkpoints share
 FORMAT_VERSION = 1  # of manifest.json
 FINITE_FACT = "finite"  # a fact of those whose tensors were found finite before they were saved
 RESUME_KEYS = ("progress",)  # what state.json must say for a run to go on from there

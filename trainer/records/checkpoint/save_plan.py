@@ -2,14 +2,14 @@
 
 The plan follows from how tensors are sharded, and is kept as long as that stays the same.
 
-It is agreed on once for each layout: at later saves ranks send two bytes. Ranks with the same layout exchange one hash,
+It is agreed on once for each layout: at later saves ranks send a byte. Ranks with the same layout exchange one hash,
 since each of them knows all else by itself. Where layouts differ (stages of a pipeline, owners of zero1), one rank of
 each group sends its layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ class TensorLayout(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str
     nbytes: int  # of the whole tensor
-    frozen: bool
     placements: tuple[str, ...] = ()  # along each axis of the mesh; none: every rank that has it holds all of it
     replicated: tuple[bool, ...] = ()  # along which of these axes do ranks hold the same
     mesh_shape: tuple[int, ...] = ()
@@ -88,37 +87,21 @@ class SavePlanner:
         self._keys: dict[str, tuple[Any, ...]] = {}  # by name, the layouts of this rank's tensors at the last save
         self._layouts: dict[str, TensorLayout] = {}  # the same, as other ranks can read it
         self._hashes: dict[str, str] = {}  # by component, a hash of its layouts
-        self._planned: dict[str, str] | None = None  # those that the present plans are for
-        self._groups: list[LayoutGroup] = []
-        self._plans: dict[bool, SavePlan] = {}  # True: the one without the frozen tensors
+        self._planned: dict[str, str] | None = None  # those that the present plan is for
+        self._plan = SavePlan({}, 0, has_other_state=False)
 
-    def plan(
-        self, tensors: Mapping[str, Tensor], frozen: Collection[str], unchanged: bool, linked: Collection[str]
-    ) -> tuple[SavePlan, set[str]]:
-        """Collective: what this rank writes, and the names of frozen tensors that nobody need write.
-
-        unchanged: are this rank's frozen tensors as they are in an older checkpoint; linked: what the main rank has
-        links to there. FailedSave on all ranks where it fails on one.
-        """
-        hashes = all_or_none(self._ranks, lambda: self._hash_layouts(tensors, frozen), FailedSave)
-        # all ranks; two bytes: is a layout another one than at the last save, are frozen tensors?
-        new_layout, thawed = self._ranks.max_values([hashes != self._planned, not unchanged])
+    def plan(self, tensors: Mapping[str, Tensor]) -> SavePlan:
+        """Collective: what this rank writes. FailedSave on all ranks where it fails on one."""
+        hashes = all_or_none(self._ranks, lambda: self._hash_layouts(tensors), FailedSave)
+        # all ranks; a byte: is a layout another one than at the last save?
+        (new_layout,) = self._ranks.max_values([hashes != self._planned])
         if new_layout:
-            self._groups, self._planned, self._plans = self._gather_groups(hashes), hashes, {}
+            self._planned, self._plan = hashes, self._make_plan(tensors, self._gather_groups(hashes))
+        return self._plan
 
-        # Frozen tensors are left out where no rank's have changed, and the main rank's links hold all of them.
-        all_frozen = {name for group in self._groups for name, layout in group.layouts.items() if layout.frozen}
-        # all ranks, where there are such tensors; the main one says whether it has links to all
-        reused = bool(all_frozen) and not thawed and self._ranks.broadcast_value({*linked} == all_frozen)
-        left_out = all_frozen if reused else set()
-        without_frozen = bool(left_out)
-        if without_frozen not in self._plans:
-            self._plans[without_frozen] = self._make_plan(tensors, without_frozen)
-        return self._plans[without_frozen], left_out
-
-    def _hash_layouts(self, tensors: Mapping[str, Tensor], frozen: Collection[str]) -> dict[str, str]:
+    def _hash_layouts(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """By component, a hash of how this rank holds its tensors; made anew only where a layout has changed."""
-        keys = {name: (*_layout_key(tensor), name in frozen) for name, tensor in tensors.items()}
+        keys = {name: _layout_key(tensor) for name, tensor in tensors.items()}
         if keys != self._keys:
             self._keys, self._layouts = keys, {name: _make_layout(*key) for name, key in keys.items()}
             components = _by_component(self._layouts)
@@ -145,13 +128,12 @@ class SavePlanner:
         layouts_of = {item: layouts for sent in self._ranks.all_gather_values(mine) for item, layouts in sent.items()}
         return [LayoutGroup(layouts_of[item], tuple(ranks)) for item, ranks in ranks_of.items()]
 
-    def _make_plan(self, tensors: Mapping[str, Tensor], without_frozen: bool) -> SavePlan:
+    def _make_plan(self, tensors: Mapping[str, Tensor], groups: Sequence[LayoutGroup]) -> SavePlan:
         """What this rank writes, given the groups that all ranks know."""
         groups_of: dict[str, list[LayoutGroup]] = {}  # by the name of a tensor
-        for group in self._groups:
-            for name, layout in group.layouts.items():
-                if not (layout.frozen and without_frozen):
-                    groups_of.setdefault(name, []).append(group)
+        for group in groups:
+            for name in group.layouts:
+                groups_of.setdefault(name, []).append(group)
         names = [name for name in tensors if name in groups_of]
         # where every rank has all of everything, as in DDP, the main rank writes alone
         all_replicated = all(
@@ -212,10 +194,8 @@ def _layout_key(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, None, ()
 
 
-def _make_layout(
-    shape: torch.Size, dtype: torch.dtype, mesh: Any, placements: tuple[Any, ...], frozen: bool
-) -> TensorLayout:
-    layout = TensorLayout(tuple(shape), str(dtype), shape.numel() * dtype.itemsize, frozen)
+def _make_layout(shape: torch.Size, dtype: torch.dtype, mesh: Any, placements: tuple[Any, ...]) -> TensorLayout:
+    layout = TensorLayout(tuple(shape), str(dtype), shape.numel() * dtype.itemsize)
     if mesh is None:
         return layout
     return layout._replace(

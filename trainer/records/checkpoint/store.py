@@ -1,9 +1,6 @@
-"""The checkpoints of a folder: found, verified, kept and deleted; and what they share of frozen tensors.
+"""The checkpoints of a folder: found, verified, kept and deleted.
 
 A crash on the way costs nothing. Names and times of files play no part: the step in the manifest decides.
-
-A checkpoint has every file that it needs in its own folder, so it may be copied, moved and removed like any other. The
-file system counts the links: the bytes go with the last of them.
 """
 
 from __future__ import annotations
@@ -13,22 +10,17 @@ import math
 import os
 import secrets
 import shutil
-import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
-from trainer.launch.safe_files import fsync_path, make_folder
+from trainer.launch.safe_files import fsync_path
 from trainer.messages import FatalRunError, escape_line
 from trainer.parallel.ranks import Ranks, all_or_none
-from trainer.parallel.tensor_statistics import fingerprints
-from trainer.records.checkpoint.base_weights import BaseWeights, base_of
+from trainer.records.checkpoint.base_weights import base_of
 from trainer.records.checkpoint.manifest import (
     FINITE_FACT,
-    FROZEN_PREFIX,
     CheckpointInfo,
     CorruptCheckpoint,
     Headers,
@@ -218,81 +210,3 @@ def _remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-class FrozenSource(NamedTuple):
-    """A checkpoint on the disk, and what this rank has seen of the frozen tensors in it."""
-
-    path: Path
-    fingerprints: Mapping[str, int]  # of each tensor's bits
-    base: BaseWeights | None = None  # they lie outside of all checkpoints; on the main rank, which writes that
-
-
-class FrozenLinks(NamedTuple):
-    """Links to the files of an older checkpoint, in a folder of their own until the new one takes them."""
-
-    folder: Path | None  # None: there are none
-    files: Mapping[str, dict[str, Any]]  # name → size in bytes, sha256
-    tensors: Collection[str]  # what these files hold
-
-    def move_to(self, draft: Path) -> None:
-        """Move them into a checkpoint that is being written."""
-        if self.folder:
-            for name in self.files:
-                os.rename(self.folder / name, draft / name)
-
-    def remove(self) -> None:
-        """Drop those that nobody has taken."""
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
-NO_SOURCE = FrozenSource(Path(os.devnull), {})
-NO_LINKS = FrozenLinks(None, {}, ())
-
-
-def frozen_source_of(checkpoint: CheckpointInfo, tensors: Mapping[str, Tensor]) -> FrozenSource:
-    """What a checkpoint holds of frozen tensors, given all that was read from it."""
-    names = {name for file, shards in checkpoint.headers.items() if file.startswith(FROZEN_PREFIX) for name in shards}
-    return FrozenSource(
-        checkpoint.path, fingerprints({name: tensor for name, tensor in tensors.items() if name in names})
-    )
-
-
-def link_frozen_files(folder: Path, source: FrozenSource) -> FrozenLinks:
-    """The main rank's: links to the files of frozen tensors in `source`; none where there are no such files.
-
-    None either where the file system has no links, or where the checkpoint is no longer there: all is written again.
-    """
-    if source.base is not None:
-        return FrozenLinks(None, {}, source.base.shapes)
-    draft = folder / f"{DRAFT}links-{secrets.token_hex(4)}"
-    try:
-        files = {
-            name: entry for name, entry in read_manifest(source.path).files.items() if name.startswith(FROZEN_PREFIX)
-        }
-        if not files:
-            return NO_LINKS
-        make_folder(draft)
-        for name, entry in files.items():
-            os.link(source.path / name, draft / name)
-            status = (draft / name).lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size != entry["size"]:
-                raise CorruptCheckpoint(name)
-        return FrozenLinks(draft, files, _tensor_names(draft, files))
-    except Exception:  # whatever it is, nothing is lost by writing all
-        shutil.rmtree(draft, ignore_errors=True)
-        return NO_LINKS
-
-
-def _tensor_names(folder: Path, files: Collection[str]) -> set[str]:
-    """The names of the tensors in these files; their headers alone are read."""
-    if not files:
-        return set()
-    from safetensors import safe_open  # here: what it imports takes longer than a first step
-
-    names: set[str] = set()
-    for name in files:
-        with safe_open(folder / name, "pt") as opened:
-            names |= set(opened.keys())
-    return names

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
 from trainer.parallel.optimizer_state import OTHER_PREFIXES
 from trainer.records.checkpoint.base_weights import base_of
 from trainer.records.checkpoint.manifest import (
-    FROZEN_PREFIX,
     TENSOR_SUFFIX,
     CheckpointInfo,
     CorruptCheckpoint,
@@ -44,28 +43,22 @@ from trainer.records.checkpoint.save_plan import SavePlan
 SHARDING_KEY = "DCP_SHARDING_INFO"  # under which torch looks in a header for where its shards begin
 
 
-def write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], plan: SavePlan, frozen: Collection[str], rank: int
-) -> None:
-    """Write a rank's share of the tensors into a folder.
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> None:
+    """Write a rank's share of the tensors into a folder: the network, and all else, in a file of its own each.
 
-    held: what it writes of each; frozen: the names of those that have files of their own, which other checkpoints will
-    share.
+    So any program that reads safetensors can load the network.
     """
-    for number in (0, 1, 2):
-        names = [name for name in tensors if _file_number(name, frozen) == number]
+    for number in (1, 2):
+        names = [name for name in tensors if (2 if name.startswith(OTHER_PREFIXES) else 1) == number]
         if names:
             # shard-00003-model-00001-of-00002: rank 2, the network; 00002 has optimizer and all else
             shard, last = f"{rank + 1:05}", 2 if plan.has_other_state else 1
-            file = f"shard-{shard}-model-{number:05}-of-{last:05}" if number else f"{FROZEN_PREFIX}{shard}"
-            path = folder / f"{file}{TENSOR_SUFFIX}"
+            path = folder / f"shard-{shard}-model-{number:05}-of-{last:05}{TENSOR_SUFFIX}"
             # what torch's reader needs to put shards together again
             shards = {name: {"saved_offsets": plan.offsets[name]} for name in names}
             metadata = {SHARDING_KEY: json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
             # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
             write_safetensors(path, {name: tensors[name] for name in names}, metadata)
-            if not number:  # shared with other checkpoints: nobody may change it
-                path.chmod(path.stat().st_mode & ~0o222)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -74,11 +67,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     mode = path.stat().st_mode
     save_file(_contiguous(tensors), path, metadata)
     path.chmod(mode)  # safetensors 0.8 puts a file in its place that nobody else can read
-
-
-def _file_number(name: str, frozen: Collection[str]) -> int:
-    """The network has a file of its own, so that any program that reads safetensors can load it."""
-    return 2 if name.startswith(OTHER_PREFIXES) else 0 if name in frozen else 1
 
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from trainer.records.checkpoint.manifest import (
     file_sha256,
 )
 from trainer.records.checkpoint.save_plan import FailedSave, SavePlan
-from trainer.records.checkpoint.store import DRAFT, FrozenLinks, move_into_place
+from trainer.records.checkpoint.store import DRAFT, move_into_place
 
 
 class NonFiniteState(Exception):
@@ -58,8 +58,6 @@ class CheckpointContents:
     state: dict[str, Any]  # as JSON takes it
     metrics: dict[str, float]
     finite: Collection[str]  # the names of tensors that must be finite
-    frozen: Collection[str]  # the names of those that nothing trains: files of their own
-    links: FrozenLinks  # to files of an older checkpoint that hold these already; the main rank has them
 
 
 def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, facts: Mapping[str, Any]) -> None:
@@ -74,10 +72,10 @@ def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, f
     try:
         # ranks wait for each other after each phase: one that fails stops all before the next
         _refuse_nonfinite(ranks, contents)
-        all_or_none(ranks, partial(_make_draft, ranks, draft, needed, contents.links), FailedSave)
+        all_or_none(ranks, partial(_make_draft, ranks, draft, needed), FailedSave)
         all_or_none(ranks, partial(_write_files, ranks, draft, contents), FailedSave)
         # the manifest last, then the name: who sees the name sees a checkpoint that is whole and on the disk
-        files = _hash_files(ranks, draft, contents.links)
+        files = _hash_files(ranks, draft)
         manifest = Manifest(checkpoint_path(folder, step), step, dict(facts), contents.metrics, files)
         all_or_none(ranks, partial(_commit, ranks, draft, manifest), FailedSave)
     except FailedSave as error:
@@ -89,7 +87,6 @@ def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, f
     finally:
         if ranks.is_main:  # after a failed save; a finished draft has moved to its name
             shutil.rmtree(draft, ignore_errors=True)
-            contents.links.remove()
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -107,15 +104,14 @@ def _refuse_nonfinite(ranks: Ranks, contents: CheckpointContents) -> None:
         raise NonFiniteState(contents.step, names_by_rank)
 
 
-def _make_draft(ranks: Ranks, draft: Path, needed: int, links: FrozenLinks) -> None:
-    """Main rank: a draft with nothing but links in it, where there is space for what is coming."""
+def _make_draft(ranks: Ranks, draft: Path, needed: int) -> None:
+    """Main rank: an empty draft, where there is space for what is coming."""
     if ranks.is_main:
         make_folder(draft.parent)
         # before a byte is written: filling the disk up would hurt others, too
         if shutil.disk_usage(draft.parent).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         draft.mkdir()
-        links.move_to(draft)
 
 
 def _write_files(ranks: Ranks, draft: Path, contents: CheckpointContents) -> None:
@@ -124,25 +120,24 @@ def _write_files(ranks: Ranks, draft: Path, contents: CheckpointContents) -> Non
     from trainer.records.checkpoint.tensor_files import write_tensors
 
     if contents.tensors:
-        write_tensors(draft, contents.tensors, contents.plan, contents.frozen, ranks.rank)
+        write_tensors(draft, contents.tensors, contents.plan, ranks.rank)
     if ranks.is_main:
         refuse_unreadable(state := encode_json(contents.state), STATE_FILE)
         (draft / STATE_FILE).write_bytes(state)
 
 
-def _hash_files(ranks: Ranks, draft: Path, links: FrozenLinks) -> dict[str, dict[str, Any]]:
+def _hash_files(ranks: Ranks, draft: Path) -> dict[str, dict[str, Any]]:
     """Collective: what really lies there, brought to the disk and hashed; shared out, for reading it takes time.
 
-    The main rank, which writes the manifest, gets it. Of links it is known: they are on the disk, and read again when
-    somebody verifies the checkpoint.
+    The main rank, which writes the manifest, gets it.
     """
     # the main rank looks for all: a thousand ranks that list one folder keep its server busy
     listed = all_or_none(ranks, lambda: sorted(os.listdir(draft)) if ranks.is_main else [], FailedSave)
-    names = ranks.broadcast_value([name for name in listed if name not in links.files])  # all ranks
+    names = ranks.broadcast_value(listed)  # all ranks
     mine = names[ranks.rank :: ranks.size]
     hashed = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name) for name in mine}, FailedSave)
     by_rank = ranks.gather_values(hashed)  # all ranks; sizes and hashes to the main one
-    return {**links.files, **{name: entry for entries in by_rank for name, entry in entries.items()}}
+    return {name: entry for entries in by_rank for name, entry in entries.items()}
 
 
 def _sync_and_hash(path: Path) -> dict[str, Any]:
