@@ -305,7 +305,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("own", ["pp", "ddp_pp"]),
     ),
 )
-def test_a_network_that_no_graph_is_made_of_is_yaml_and_a_task(
+def test_a_network_of_others_is_yaml_and_a_task(
     processes: Processes, home: Path, model: str, spread: list[str]
 ) -> None:
     if model != "own":
@@ -402,8 +402,10 @@ def test_a_gan_learns_what_a_loop_with_two_backwards_does(tmp_path: Path) -> Non
         assert one == pytest.approx(other, abs=1e-9)
 
 
-def test_a_pipeline_says_that_it_cannot_cut_a_gan(processes: Processes, tmp_path: Path) -> None:
-    for said in processes.run(2, train, "gan", tmp_path / "run", "strategy=pp", "loop.micro_batches=2"):
-        assert "Rivals cannot be cut into stages" in said
-        assert "requires_grad" in said
-    assert not (tmp_path / "run").exists()
+def test_a_pipeline_trains_a_gan_as_one_process_does(processes: Processes, tmp_path: Path) -> None:
+    """Its cut lies in the generator: the discriminator is called several times."""
+    assert train(Launch(), "gan", tmp_path / "alone", "strategy=single", *BRIEF) == 0
+    words = ["strategy=pp", "loop.micro_batches=2", *BRIEF]
+    assert processes.run(2, train, "gan", tmp_path / "stages", *words) == [0, 0]
+    for loss in ("generator", "discriminator"):
+        assert far(curve(tmp_path / "alone", loss), curve(tmp_path / "stages", loss)) < 1e-12
