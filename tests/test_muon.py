@@ -16,7 +16,7 @@ from tests.inside import product
 from tests.processes import Processes
 from trainer.launch.rendezvous import Launch
 from trainer.learning.muon import Muon, orthogonalize
-from trainer.learning.optimizer import find_roles, needs_whole_matrices, parameter_groups
+from trainer.learning.optimizer import find_roles, parameter_groups
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import Refusal
@@ -85,7 +85,6 @@ def test_its_groups_have_rates_of_their_own() -> None:
     def make(groups: Any) -> Muon:
         return Muon(groups, lr=0.02, adamw_lr=0.001)
 
-    assert needs_whole_matrices(make)
     optimizer = make(parameter_groups(vit, True, (), find_roles(make, vit, vit.plan())))
     assert [(group["lr"], group["elementwise"], group["weight_decay"]) for group in optimizer.param_groups] == [
         (0.02, False, 0.1),

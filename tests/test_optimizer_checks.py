@@ -97,6 +97,15 @@ class Coupled(torch.optim.Optimizer):
             p -= self.param_groups[0]["lr"] / (1 + self.param_groups[0]["estimate"]) * p.grad
 
 
+class Rows(torch.optim.SGD):
+    """It would step rows by their norms, of which a shard knows less."""
+
+    whole_matrices = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """SGD that evaluates a mean of the weights it has had, as the package has it: made for an evaluation."""
 
@@ -132,7 +141,7 @@ class ScheduleFree(torch.optim.Optimizer):
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A small run with these classes as options of `optimizer`."""
-    for kind in (Both, Hidden, Listed, Deaf, Coupled, ScheduleFree):
+    for kind in (Both, Hidden, Listed, Deaf, Coupled, Rows, ScheduleFree):
         option = tmp_path / "conf" / "optimizer" / f"{kind.__name__.lower()}.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
         option.write_text(f"_target_: tests.test_optimizer_checks.{kind.__name__}\nlr: 0.02\n")
@@ -201,6 +210,15 @@ def test_an_optimizer_that_couples_parameters_keeps_its_group_and_needs_all_of_t
         AssertionError, match="Refusal: optimizer: Coupled steps a parameter by what it knows of all others"
     ):
         processes.run(2, product, Path.cwd(), [*words, "run.dir=other", "strategy=zero1"])
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_where_ranks_hold_shards(
+    processes: Processes, words: list[str]
+) -> None:
+    words = [*words, "optimizer=rows", "loop.steps=1"]
+    with pytest.raises(AssertionError, match="Refusal: strategy=fsdp: Rows computes with whole matrices"):
+        processes.run(2, product, Path.cwd(), [*words, "run.dir=shards", "strategy=fsdp"])
+    assert processes.run(2, product, Path.cwd(), [*words, "run.dir=whole", "strategy=zero1"]) == [0, 0]
 
 
 def test_a_schedule_free_optimizer_evaluates_and_saves_its_mean(processes: Processes, words: list[str]) -> None:

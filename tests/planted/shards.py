@@ -237,7 +237,7 @@ PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, optimizer step, blocks.",),
         STRATEGY,
-        {f"{TENSOR}.WholeMatrixOptimizer": on_shards},
+        {f"{TENSOR}.MuonOnShards": on_shards},
     ),
     "left_out_shards": Plant(
         "one rank does not update its shards",

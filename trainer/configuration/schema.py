@@ -140,7 +140,6 @@ class ReservedOptimizerKeys:
     decay: Literal["weights", "all"] = "weights"  # what weight decay shrinks: weights (not biases and norms) or all
     fused: bool | None = None  # one kernel for the whole step; None: where it pays
     groups: Rules = ()  # another rate or decay for some parameters
-    whole_matrices: bool | None = None  # where ranks hold shards it gets whole parameters; None: as its class says
 
 
 @dataclass(frozen=True)

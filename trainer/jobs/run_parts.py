@@ -240,8 +240,6 @@ def optimizer_maker(
         if trains_other_weights(optimizer):  # some are made as for an evaluation, and would not step
             optimizer.train()
         note_settings(optimizer)
-        if settings.optimizer.whole_matrices is not None:
-            vars(optimizer)["whole_matrices"] = settings.optimizer.whole_matrices
         return optimizer
 
     decays = [node.get("weight_decay"), *(rule.weight_decay or 0.0 for rule in settings.optimizer.groups)]

@@ -41,8 +41,6 @@ class Muon(Optimizer):
     groups that say `stacked` a parameter (n, rows, columns) is n matrices: experts.
     """
 
-    whole_matrices = True  # a shard of a matrix has other singular values: strategies give each one whole to a rank
-
     def __init__(
         self,
         params: Iterable[Any],

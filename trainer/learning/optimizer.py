@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.learning.muon import Muon
 from trainer.learning.optimizer_leaves import optimizer_leaves
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.parameter_patterns import Rule
@@ -108,18 +109,13 @@ def trains_other_weights(optimizer: Optimizer) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-def needs_whole_matrices(make: Make) -> bool:
-    """Does this optimizer compute with whole matrices, so that a shard of one would be stepped otherwise?"""
-    return bool(getattr(make_trial_optimizer(make), "whole_matrices", False))
-
-
 Roles = Mapping[str, str]  # name of a parameter → "elementwise" or "stacked": what its group says; others say neither
 
 
 def find_roles(make: Make, network: nn.Module, plan: Plan) -> Roles:
-    """What the optimizer steps unlike other parameters: element by element, or as a stack of matrices."""
-    find = getattr(make_trial_optimizer(make), "find_roles", None)
-    return {} if find is None else find(network, plan)
+    """What Muon steps unlike other parameters: element by element, or as a stack of matrices."""
+    optimizer = make_trial_optimizer(make)
+    return optimizer.find_roles(network, plan) if isinstance(optimizer, Muon) else {}
 
 
 def parameter_groups(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, zeros
 
 from trainer.learning.optimizer_leaves import is_plain, load_leaves, optimizer_leaves
 from trainer.messages import Refusal
-from trainer.parallel.whole_matrices import WholeMatrixOptimizer
+from trainer.parallel.muon_on_shards import MuonOnShards
 
 OPTIMIZER_PREFIX = "optimizer/"
 EMA_PREFIX = "ema/"
@@ -34,8 +34,6 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
     return {
         f"{OPTIMIZER_PREFIX}{names[parameter]}/{key}": x
         for parameter, leaves in optimizer_leaves(optimizer).items()
-        # what an owner of whole matrices keeps in a group, it alone knows for its matrices
-        if not isinstance(optimizer, WholeMatrixOptimizer) or optimizer.state_like(parameter) is not None
         for key, x in leaves.items()
     }
 
@@ -51,7 +49,7 @@ def empty_optimizer_state(
     # a rank may own, or hold, a few of the network's parameters: others read the rest
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     parameters: dict[str, Tensor] = {name: p for name, p in network.named_parameters() if p in optimized}
-    if isinstance(optimizer, WholeMatrixOptimizer):  # of some parameters the whole, or nothing
+    if isinstance(optimizer, MuonOnShards):  # of some parameters the whole, or nothing
         likes = {name: optimizer.state_like(parameter) for name, parameter in parameters.items()}
         parameters = {name: like for name, like in likes.items() if like is not None}
     space: dict[str, Tensor] = {}

@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from trainer.data.nested_tensors import map_tensors
 from trainer.learning.freezing import frozen_names
-from trainer.learning.optimizer import Groups, Make, needs_whole_matrices
+from trainer.learning.muon import Muon
+from trainer.learning.optimizer import Groups, Make, make_trial_optimizer
 from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import Refusal
@@ -33,6 +34,7 @@ from trainer.parallel.context_parallel import (
 from trainer.parallel.device_mesh import ranks_along
 from trainer.parallel.fully_shard import unsharded_parameters
 from trainer.parallel.meta_model import allocate_empty, broadcast_values, move_to_meta
+from trainer.parallel.muon_on_shards import MuonOnShards
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor_parallel import (
     ReplicatedParameters,
@@ -40,7 +42,6 @@ from trainer.parallel.tensor_parallel import (
     check_replicated_parameters,
     redistribute_gradients,
 )
-from trainer.parallel.whole_matrices import WholeMatrixOptimizer
 from trainer.strategies.loss import Forward
 from trainer.strategies.multi_process import Meshed
 from trainer.strategies.parallel_model import ParallelModel
@@ -130,11 +131,19 @@ class ShardedModel(ParallelModel):
     def optimizer(self, make: Make, groups: Groups) -> torch.optim.Optimizer:
         """Build the optimizer; split and whole parameters in separate groups, because its kernels take no mixture.
 
-        Collective where it needs whole matrices.
+        Collective for Muon. Refusal for another one whose class says that it needs whole matrices.
         """
         unmixed = [part for group in groups for part in _split_by_mesh(group)]
-        if needs_whole_matrices(make):
-            return WholeMatrixOptimizer(make, unmixed, self.strategy.stage_group, self.strategy.stage_places())
+        trial = make_trial_optimizer(make)
+        if isinstance(trial, Muon):
+            return MuonOnShards(make, unmixed, self.strategy.stage_group, self.strategy.stage_places())
+        shards = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+        if shards and getattr(trial, "whole_matrices", False):
+            raise Refusal(
+                f"strategy={self.strategy.name}: {type(trial).__name__} computes with whole matrices"
+                " (whole_matrices = True), and ranks hold shards here; strategy=ddp and strategy=zero1 give it whole"
+                " ones"
+            )
         optimizer = make(unmixed)
         if not optimizer.defaults.get("fused") or isinstance(optimizer, FUSED):
             return optimizer
@@ -152,8 +161,7 @@ class ShardedModel(ParallelModel):
             reason = str(error).split(". ")[0].splitlines()[0][:200]
             raise Refusal(
                 f"strategy={self.strategy.name}: {type(optimizer).__name__} cannot step parameters of which ranks hold"
-                f" shards ({reason}); with ++optimizer.whole_matrices=true each is whole where it is stepped, as under"
-                " strategy=zero1 and ddp"
+                f" shards ({reason}); under strategy=zero1 and strategy=ddp each is whole where it is stepped"
             ) from error
 
     @override

@@ -10,7 +10,6 @@ from torch import nn
 
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
-from trainer.learning.optimizer import needs_whole_matrices
 from trainer.learning.task import gathers_samples
 from trainer.messages import Refusal
 from trainer.verify.comparison import Comparison, Tolerances, compare
@@ -207,7 +206,6 @@ def collect_facts(run: PreparedRun, strays: Collection[str]) -> RunFacts:
 
 
 def custom_optimizer(run: PreparedRun) -> str:
-    """The class of the optimizer, where it is not one of torch's, and gets shards."""
+    """The class of the optimizer, where it is neither torch's nor ours, and gets shards."""
     kind = type(run.make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}]))
-    gets_whole = needs_whole_matrices(run.make_optimizer)
-    return "" if kind.__module__.startswith("torch.") or gets_whole else kind.__name__
+    return "" if kind.__module__.startswith(("torch.", "trainer.")) else kind.__name__

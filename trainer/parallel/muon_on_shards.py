@@ -1,4 +1,4 @@
-"""An optimizer that needs whole matrices, where ranks hold shards of them: each matrix has a rank that updates it.
+"""Muon needs whole matrices, and here ranks hold shards of them: each matrix has a rank that updates it.
 
 In a step the shards of gradient and value travel to this owner, and those of the new value back to all that hold it.
 """
@@ -14,9 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from trainer.learning.optimizer import Groups, Make, trains_other_weights
-from trainer.learning.optimizer_leaves import note_settings
-from trainer.messages import Refusal
+from trainer.learning.optimizer import Groups, Make
 from trainer.parallel.buckets import BUCKET_BYTES, make_buckets
 from trainer.parallel.device_mesh import split_axes, to_local
 from trainer.parallel.parameter_owners import assign_owners
@@ -103,8 +101,8 @@ def _work(parameter: Tensor) -> int:
     return parameter.numel() * min(rows, parameter.numel() // max(rows, 1)) if parameter.dim() > 1 else rows
 
 
-class WholeMatrixOptimizer(Optimizer):
-    """An optimizer around another one, for ranks that hold shards: its parameters are the network's own.
+class MuonOnShards(Optimizer):
+    """Muon around another Muon, for ranks that hold shards: its parameters are the network's own.
 
     The inner one gets stand-ins for those that must be whole. They have values and gradients during a step, on the rank
     that owns them, so state is there alone, and whole. Stepped as shards is what groups say is `elementwise`, and what
@@ -120,19 +118,11 @@ class WholeMatrixOptimizer(Optimizer):
         self._parameters: dict[Tensor, Tensor] = {stand_in: p for p, stand_in in self._stand_ins.items()}
         inside = [{**group, "params": [self._stand_ins.get(p, p) for p in group["params"]]} for group in groups]
         self._inner = make(inside)
-        if self._inner.defaults.get("fused"):  # its kernels would want to know of overflows
-            self._inner = make([{**group, "fused": False} for group in inside])
-        if trains_other_weights(self._inner):
-            raise Refusal(
-                f"optimizer: {type(self._inner).__name__} evaluates other weights than it trains, and swaps them on"
-                " shards only: leave out optimizer.whole_matrices, or use strategy=ddp or strategy=zero1"
-            )
         outside = [
             {**group, "params": [self._parameters.get(p, p) for p in group["params"]]}
             for group in self._inner.param_groups
         ]
         super().__init__(outside, self._inner.defaults)
-        note_settings(self)
 
     def state_like(self, parameter: Tensor) -> Tensor | None:
         """What this rank's state of a parameter is shaped like: the whole, or its shard; None: it keeps none."""
@@ -159,16 +149,12 @@ class WholeMatrixOptimizer(Optimizer):
     def _step_inner(self) -> None:
         """The inner step, with the rates of this one's groups, and with its state, which a checkpoint may have set."""
         inner = self._inner
-        groups = [*zip(inner.param_groups, self.param_groups, strict=True)]
-        for inside, outside in groups:
+        for inside, outside in zip(inner.param_groups, self.param_groups, strict=True):
             inside.update({key: value for key, value in outside.items() if key != "params"})
-        # in place: optimizers inside of it may share the dict
         inner.state.clear()
         inner.state.update({self._stand_ins.get(p, p): memory for p, memory in self.state.items()})
         inner.step()
         self.state.update({self._parameters.get(p, p): memory for p, memory in inner.state.items()})
-        for inside, outside in groups:
-            outside.update({key: value for key, value in inside.items() if key != "params"})
 
 
 def _is_cut_into_matrices(stack: Tensor) -> bool:
