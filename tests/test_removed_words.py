@@ -7,10 +7,12 @@ import yaml
 from omegaconf import DictConfig
 
 from tests.commands import ROOT
+from tests.inside import product
 from trainer.configuration import removed_words
 from trainer.configuration.compose import compose
 from trainer.configuration.multirun import parse_multirun
 from trainer.configuration.removed_words import in_todays_words
+from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 
 WORDS = {  # what people type, and what the line must tell them
@@ -20,9 +22,10 @@ WORDS = {  # what people type, and what the line must tell them
     "strategy=ddp_tp strategy.async_tp=true": "leave it out",
     "loop.on_nonfinite=rollback": "write stop",
     "loop.on_spike=rollback": "TensorBoard",
+    "optimizer=torch optimizer._target_=torch.optim.SGD optimizer.whole_matrices=true": "strategy=ddp or zero1",
     "run.stop_when=/tmp/notice": "docs/clusters.md",
-    "log=[csv]": "pandas.read_json",
-    "job=report": "status.json",
+    "log=[csv]": "pandas reads metrics.jsonl",
+    "job=report": "status.json has the goodput",
     "hydra/sweeper=optuna": "docs/sweeps.md",
     "-m seed=1,2 hydra/sweeper=optuna": "docs/sweeps.md",
     "hydra/launcher=submitit_slurm": "docs/clusters.md",
@@ -97,7 +100,7 @@ def test_a_stored_configuration_in_todays_words(monkeypatch: pytest.MonkeyPatch)
         "seed": 1,
         "loop": {"on_spike": "warn", "batch": 8},
         "strategy": {"_target_": "trainer.strategies.tp.TP", "attention": "gather", "async_tp": False, "tensor": 2},
-        "optimizer": {"_target_": "package.Shampoo"},
+        "optimizer": {"_target_": "package.Shampoo", "whole_matrices": None},
         "data": {"_target_": "lab.Mine", "blur": {"model.blur": 1}, "parts": [{"_target_": "trainer.old.Place"}]},
         "log": {},
     }
@@ -139,3 +142,19 @@ def test_a_run_folder_with_words_that_are_gone(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="strategy=diloco is gone"):
         opened(strategy=diloco)
     assert opened("strategy=ddp", strategy=diloco).strategy._target_ == "trainer.strategies.ddp.DDP"
+
+
+def test_a_task_that_hands_on_a_state_is_told_where_it_belongs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lab/conf/task").mkdir(parents=True)
+    (tmp_path / "lab/conf/task/old.yaml").write_text("_target_: lab.old.Old\n")
+    (tmp_path / "lab/old.py").write_text(
+        "from recipes.vision.classification import Classification\n"
+        "class Old(Classification):\n"
+        "    def carry(self, output):\n"
+        "        return output\n"
+    )
+    with pytest.raises(Refusal, match=r"Old\.carry is not called any more\. Keep the state"):
+        product(
+            Launch(), tmp_path, ["--config-dir", str(tmp_path / "conf"), "task=old", "loop.steps=1", "trust=[oldlab]"]
+        )

@@ -124,6 +124,11 @@ def prepare_network(run: RunParts, example: Callable[[], tuple[Any, Any]]) -> Pr
     network, whole_because = run.strategy.outline(partial(seeded_network, run))
     refuse_frozen(network, run.settings.model.freeze)
     rules = resolve_rules(network, run.settings.optimizer.groups)
+    if callable(getattr(type(run.task), "carry", None)):  # of older versions; in silence each state would be new
+        raise Refusal(
+            f"task: {type(run.task).__name__}.carry is not called any more. Keep the state of each stream in a buffer"
+            " of the network, and let the data say which stream a sample belongs to. If carry is your own, rename it"
+        )
     run.task.check(network)
     roles = find_roles(run.make_optimizer, network, run.task.plan(network))
     run.strategy.check(run.task, network, size)
