@@ -156,5 +156,7 @@ def test_a_task_that_hands_on_a_state_is_told_where_it_belongs(tmp_path: Path, m
     )
     with pytest.raises(Refusal, match=r"Old\.carry is not called any more\. Keep the state"):
         product(
-            Launch(), tmp_path, ["--config-dir", str(tmp_path / "conf"), "task=old", "loop.steps=1", "trust=[oldlab]"]
+            Launch(),
+            tmp_path,
+            ["--config-dir", str(tmp_path / "lab/conf"), "task=old", "loop.steps=1", "trust=[oldlab]"],
         )
