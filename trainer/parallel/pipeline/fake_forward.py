@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer.data.nested_tensors import map_tensors, tensors
-from trainer.messages import first_line
+from trainer.messages import Refusal, first_line
 from trainer.parallel.meta_model import named_state
 from trainer.parallel.module_units import ancestors
 
@@ -162,6 +162,13 @@ class FakeForward:
         except Exception as error:  # whatever a forward does with what has no values
             reason = f"{type(error).__name__}: {first_line(error).strip(' .')}"
             raise CannotCut(f"its forward cannot be run without the values of its weights ({reason})") from error
+        for name, parameter in step.get_submodule(NETWORK).named_parameters():
+            if parameter not in self._fakes:  # a cut elsewhere would not help, and no other strategy takes it
+                raise Refusal(
+                    f"the forward puts a new parameter in the place of {name}: no optimizer knows of it. What a forward"
+                    " computes belongs into a buffer (register_buffer), from trainer.gather(x), the samples of all"
+                    " ranks (docs/one-curve.md)"
+                )
         if left := self._cuts[len(self.handed_on) :]:
             raise CannotCut(f"{left[0]} is never called by the forward")
         # every stage runs the forward: what it does beside computing would be done several times, or in several ways
