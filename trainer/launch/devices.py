@@ -21,13 +21,6 @@ def accelerator_type() -> str | None:
     return device.type if device else None
 
 
-def device_types() -> Iterator[str]:
-    """Every kind of device that this machine computes on."""
-    yield "cpu"
-    if kind := accelerator_type():
-        yield kind
-
-
 def accelerator_names() -> list[str]:
     """The model name of each accelerator of this machine; its kind where torch knows no more (mps)."""
     kind = accelerator_type()
