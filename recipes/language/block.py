@@ -28,11 +28,11 @@ class Block(nn.Module):
 class BalancedBlock(Block):
     """The same with a mixture of experts that has a loss of its own."""
 
-    def forward(self, x: Tensor, *past: NoPast, **documents: Tensor) -> Any:
-        """(B, T, width) to that, and the loss of each sample, (B,)."""
+    def forward(self, x: Tensor, *past: NoPast, balance: Tensor | None = None, **documents: Tensor) -> Any:
+        """(B, T, width) to that, and the loss of each sample (B,), added to `balance`, that of the blocks before."""
         x = x + self.dropout(self.attention(self.attention_norm(x), *past, **documents))
-        y, balance = self.mlp(self.mlp_norm(x))
-        return x + self.dropout(y), balance
+        y, own = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(y), own if balance is None else balance + own
 
 
 def make_block(norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module, dropout: float) -> Block:

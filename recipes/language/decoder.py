@@ -153,8 +153,8 @@ class Decoder(nn.Module):
         x, balance = self._embedded(tokens, places), None
         for block, seen in zip(self.blocks, self._seen(tokens, begins), strict=True):
             if isinstance(block, BalancedBlock):
-                x, own = block(x, **seen)
-                balance = own if balance is None else balance + own
+                # from block to block: what passes a block by would not reach the next stage of a pipeline
+                x, balance = block(x, balance=balance, **seen)
             else:
                 x = block(x, **seen)
         return self.norm(x), balance
