@@ -156,7 +156,7 @@ def _list_words(override: Override, config_dirs: list[Path]) -> list[str]:
         )
         why = f"no option of {key} matches"
     except HydraException:
-        why = "these values cannot be listed; write a,b,c or range(1,4)"
+        why = "these values cannot be listed; write a,b,c or range(1,4). Optuna searches a range (docs/sweeps.md)"
     if not options:
         raise Refusal(f"{override_text(override)}: {why}")
     return [f"{key}={each}" for each in options]
