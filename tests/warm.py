@@ -140,7 +140,8 @@ def _begin(words: list[str], cwd: str, environment: dict[str, str], screen: int)
     os.close(screen)
     os.chdir(cwd)
     give_torchrun_spares(words, _become)
-    start_copies(_become)
+    if words[0] == "trainer":  # a notebook's kernel has threads, and a copy of it would wait for them
+        start_copies(_become)
     _become(words, cwd, environment)
 
 
