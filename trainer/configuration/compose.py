@@ -30,7 +30,7 @@ from trainer.configuration.key_checks import (
     split_overrides,
     suggest_for_flag,
 )
-from trainer.configuration.removed_words import in_todays_words, removed_word
+from trainer.configuration.removed_words import in_todays_words, removed_value, removed_word
 from trainer.configuration.resource_paths import resource_root
 from trainer.configuration.schema import GROUPS, RESERVED_KEYS, spell_out_compile, validate_settings
 from trainer.launch.safe_files import resolve_links
@@ -104,7 +104,7 @@ def _find_errors(cfg: DictConfig, composed_values: Mapping[str, Any]) -> tuple[d
     # Each mistake once: what is known to be wrong is not read any more.
     wrong = unresolved | problems
     validate_settings(values, written, wrong)
-    wrong = {path: removed_word(path, values_by_path.get(path)) or problem for path, problem in wrong.items()}
+    wrong = {path: removed_value(path, values_by_path.get(path)) or problem for path, problem in wrong.items()}
     values_only = {path: problem for path, problem in wrong.items() if path not in problems}
     return {path: wrong[path] for path in problems}, values_only
 

@@ -90,6 +90,11 @@ def removed_word(key: str, value: Any = None) -> str:
         return f"{key}: this key is gone; {_KEYS[key][1]}"
     if key in _RENAMED:
         return f"{key}: this key is called {_RENAMED[key]}"
+    return removed_value(key, value)
+
+
+def removed_value(key: str, value: Any) -> str:
+    """The same for a key that is there, if only this value or option is gone: a lab may give an old key to its own."""
     word = f"{key}={value}"
     instead = next((instead for old, instead in _OPTIONS.items() if fnmatchcase(word, old)), "")
     return f"{word} is gone; {instead}" if instead else ""
