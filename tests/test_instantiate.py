@@ -1,5 +1,6 @@
 """From nodes to objects: what may be called, of which kind, with which arguments; and what must never run."""
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -397,6 +398,7 @@ class TestErrorsOfTheCallee:
         said = "model: biolab.net.Picky cannot be built with width=-3, token=${oc.env:SECRET_TOK}: "
         assert message.startswith(said)
         assert "negative dimension -3" in message
+        assert re.search(r"\(\S+biolab/net.py, line \d+\)$", message)
 
     @pytest.mark.parametrize(
         ("target", "values", "said"),

@@ -1,9 +1,10 @@
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Step, TorchSchedule
+from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Schedule, Step, TorchSchedule
 from trainer.messages import Refusal
 
 
@@ -102,6 +103,18 @@ def test_the_reference_batch_scales_the_rate():
 def test_what_cannot_be_is_refused(arguments, words):
     with pytest.raises(Refusal, match=words):
         WSD(**arguments)
+
+
+def test_a_schedule_of_a_lab_may_call_its_own_fields_as_it_likes():
+    @dataclass
+    class Ramp(Schedule):
+        start: int = 500  # a step here, and no part of the rate
+        final: str = "flat"
+
+        def at(self, step, epoch, done):
+            return 1.0
+
+    assert Ramp()(3, 0, 100) == 1.0
 
 
 EPOCHS, PER_EPOCH, RATE = 8, 4, 0.3

@@ -17,7 +17,7 @@ from recipes.gzipped import unpacked
 from recipes.language.tokens import PADDED
 from recipes.language.tokens import Windows as PackedWindows
 from trainer.data.data import Data
-from trainer.messages import Refusal
+from trainer.messages import Refusal, expand_home
 
 BOOK = Path(__file__).with_name("moby-dick.txt.gz")  # Herman Melville, 1851; in the public domain
 
@@ -45,7 +45,7 @@ class Text(Data):
             raise Refusal(f"data.length is {length}; it is a number of bytes, 1 or more")
         if not 0 <= held < 1:
             raise Refusal(f"data.held is {held}; it is a fraction of the text, from 0 to less than 1")
-        where = BOOK if file is None else Path(file)
+        where = BOOK if file is None else expand_home(file)
         text = _read(where)
         cut = len(text) - int(held * len(text))
         self.ignored = PADDED if pack else None

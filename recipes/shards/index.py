@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
 from recipes.shards.remote import DamagedShard, Remote
-from trainer.messages import BadData, Refusal, first_line
+from trainer.messages import BadData, Refusal, expand_home, first_line
 
 FOLDER = "shards_index"  # below the root of the shards
 _SUMMARY = "index.json"  # small: every process reads it
@@ -49,7 +49,7 @@ def index_place(root: str, place: str | None, cache: Path) -> list[str]:
     The last one is for roots that cannot be written, as of https://.
     """
     if place is not None:
-        return [place.rstrip("/")]
+        return [(place if "://" in place else str(expand_home(place))).rstrip("/")]
     return [f"{root.rstrip('/')}/{FOLDER}", str(cache / "shards" / sha256(root.rstrip("/").encode()).hexdigest()[:16])]
 
 

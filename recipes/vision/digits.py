@@ -12,7 +12,7 @@ from recipes.gzipped import unpacked
 from recipes.vision.augment import Augment
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from trainer.messages import Refusal
+from trainer.messages import Refusal, expand_home
 
 _SAMPLES, _EVALUATION, _SIDE, _WHITE = 1797, 360, 8, 16
 
@@ -25,7 +25,7 @@ class Digits(Pictures):
 
     def __init__(self, augment: Augment, file: str | None = None) -> None:
         super().__init__(augment)
-        self.images, self.labels = _table(Path(file) if file else Path(__file__).with_name("digits.csv.gz"))
+        self.images, self.labels = _table(expand_home(file) if file else Path(__file__).with_name("digits.csv.gz"))
 
     def _read(self, training: bool) -> Images:
         """The first 1,437 digits of the file, or the last 360."""

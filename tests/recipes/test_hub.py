@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.hub import located
+from recipes.language.text import Text
 from tests.commands import ROOT
 from tests.inside import here
 from trainer.messages import Refusal
@@ -26,6 +27,8 @@ def test_what_can_only_be_a_folder_is_none_of_the_hub(tmp_path: Path, monkeypatc
             located(name, "model.path=")
     with pytest.raises(Refusal, match=r"did you mean 'qwen2'\?"):
         located("models/qwen", "")
+    (tmp_path / "mine.txt").write_text("a text of one's own " * 9)
+    assert len(Text(length=4, file="~/mine.txt").train()) > 0
 
 
 @pytest.mark.long

@@ -127,6 +127,12 @@ def _is_installed(place: Path) -> bool:
     return place.is_relative_to(library) or not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
+def is_own_code(file: str, module: str) -> bool:
+    """Is this a file that the user has written: no package's, and none of the framework's?"""
+    is_file = not file.startswith("<")  # <string>: what Python wrote, such as a dataclass's constructor
+    return is_file and module.split(".")[0] not in PACKAGES and not _is_installed(Path(file).resolve())
+
+
 def _import_target(name: str, where: str) -> Any:
     """Import the modules that the name begins with, then look into classes."""
     first, *parts = name.split(".")

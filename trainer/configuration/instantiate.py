@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -236,10 +237,21 @@ def _execute_nested(value: Any) -> Any:
 def _refuse_rejected_values(error: Exception, call: PlannedCall) -> None:
     """What a constructor says against its keys and values is the configuration's fault; other errors are its own."""
     # A signature with **kwargs hides which keys are taken: the callee finds out.
+    # One that it names, and hands on to somebody who does not take it, is a mistake in its own code.
     for name in call.values:
-        if isinstance(error, TypeError) and f"unexpected keyword argument '{name}'" in str(error):
+        untaken = isinstance(error, TypeError) and f"unexpected keyword argument '{name}'" in str(error)
+        if untaken and name not in inspect.signature(call.target).parameters:
             raise Refusal(f"{call.where}.{name}: {qualified_name(call.target)} takes no such key") from error
     if call.values and isinstance(error, ValueError | RuntimeError | AssertionError | ArithmeticError):
         reason = str(error).strip() or type(error).__name__
         given = ", ".join(call.shown_arguments)
-        raise Refusal(f"{call.where}: {qualified_name(call.target)} cannot be built with {given}: {reason}") from error
+        # a lab's own code may be what is wrong, and not the values: its innermost line
+        own = [
+            f" ({frame.f_code.co_filename}, line {line})"
+            for frame, line in walk_tb(error.__traceback__)
+            if allowed_targets.is_own_code(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+        ]
+        place = own[-1] if own else ""
+        raise Refusal(
+            f"{call.where}: {qualified_name(call.target)} cannot be built with {given}: {reason}{place}"
+        ) from error

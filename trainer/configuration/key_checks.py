@@ -219,7 +219,7 @@ def check_override_key(override: Override, known: Mapping[str, Any], places: lis
     if path in known:
         return problems
 
-    # strategy.tensor=2 with strategy=auto: another option of the group has the key
+    # strategy.tensor=2 with strategy=auto: another option of the group has the key, so no other group's was meant
     above, _, name = path.rpartition(".")
     options_with_key = (
         [option for option in list_options(above, places) if _option_has_key(above, option, name, places)]
@@ -227,6 +227,7 @@ def check_override_key(override: Override, known: Mapping[str, Any], places: lis
         else []
     )
     if options_with_key:
+        problems[0] = unknown_key_message(path, [key for key in known if key.startswith(f"{above}.")], value)
         problems[0] += f" It is a key of {above}={' or '.join(options_with_key[:4])}."
     # How to give a target a key that its yaml does not show; whether it takes it, its signature says later.
     # Not where it is one of the yaml's own keys misspelt; a word that two names share is no misspelling.
@@ -303,15 +304,20 @@ def find_unread_keys(values: Mapping[str, Any], written: Mapping[str, Any], know
 def find_type_errors(
     values: Mapping[str, Any], composed_values: Mapping[str, Any], written: Mapping[str, Any]
 ) -> dict[str, str]:
-    """By its path a line for each value of another kind than the one which its group's yaml gives this key."""
+    """By its path a line for each value of another kind than the one which its group's yaml gives this key.
+
+    Of keys of the framework's classes and torch's optimizers, which take one kind each: so a typo is answered before
+    torch is imported. What others take their signatures say (`bind_arguments`): a key may be a number or a word.
+    """
     wrong = {}
     for path, value in values.items():
         above, _, last = path.rpartition(".")
         wanted = composed_values.get(path)
         # null says nothing about the type, the target's signature does; and another target has other keys
         same_target = composed_values.get(f"{above}._target_") == values.get(f"{above}._target_")
+        ours = str(values.get(f"{above}._target_")).startswith(("trainer.", "recipes.", "torch.optim."))
         in_group = path.split(".")[0] in GROUPS and not last.isdecimal()
-        if value == wanted or value is None or wanted is None or not (in_group and same_target):
+        if value == wanted or value is None or wanted is None or not (in_group and same_target and ours):
             continue
         of_numbers = isinstance(wanted, list) and wanted and all(is_valid(item, float) for item in wanted)
         # a number like a number: whether it must be whole, the signature says

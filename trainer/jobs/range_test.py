@@ -29,7 +29,7 @@ from trainer.learning.intervals import Interval, Trigger
 from trainer.learning.optimizer import make_trial_optimizer
 from trainer.learning.schedule import Schedule
 from trainer.loop.progress import Progress
-from trainer.messages import NotFinite, Refusal, format_count, format_number
+from trainer.messages import NotFinite, Refusal, expand_home, format_count, format_number
 from trainer.records.checkpoint.manager import CheckpointManager, NonFiniteSave
 from trainer.records.checkpoint.mirror import NoMirror
 from trainer.records.resume_rules import parse_config
@@ -71,7 +71,8 @@ class RangeTest(Job):
                 f"job.lowest={lowest:g}, job.highest={highest:g}, job.steps={steps}: the rate rises from above 0 to a"
                 " higher one in 20 steps or more; job.lowest=1e-6 job.highest=10 job.steps=200 is the default"
             )
-        self.lowest, self.highest, self.steps, self.plot = lowest, highest, steps, plot
+        self.lowest, self.highest, self.steps = lowest, highest, steps
+        self.plot = None if plot is None else expand_home(plot)
 
     def __call__(self, parts: RunParts) -> int:
         """Train and suggest; the exit code. Refusal where the run itself would be refused."""
@@ -148,12 +149,12 @@ class RangeTest(Job):
         if self.plot is not None:
             rates = [curve.rate(step) for step in range(len(curve.losses))]
             title = f"loss of each step, and smoothed; {run.settings.loop.global_batch} samples a step"
-            replace_file(Path(self.plot), plot_rates(rates, curve.losses, smoothed, rate, title))
+            replace_file(self.plot, plot_rates(rates, curve.losses, smoothed, rate, title))
             lines.append(f"written     {self.plot}")
         print("\n".join(lines), flush=True)
 
     def _refuse_plot(self) -> None:
-        path = Path(self.plot or "lr.png")
+        path = self.plot or Path("lr.png")
         if path.suffix != ".png" or not path.parent.is_dir():
             raise Refusal(f"job.plot={self.plot}: a file that ends in .png, in a folder that there is; null: none")
 

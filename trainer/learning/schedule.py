@@ -55,9 +55,6 @@ class Schedule(StatelessSchedule, ABC):
             raise Refusal(f"schedule.warmup is {self.warmup}; it counts optimizer steps, 0 or more")
         if self.reference_batch is not None and self.reference_batch < 1:
             raise Refusal(f"schedule.reference_batch is {self.reference_batch}; it counts samples, or is null")
-        for key in ("start", "final"):  # parts of the rate that some schedules have; a rate below 0 would unlearn
-            if not 0 <= getattr(self, key, 0) <= 1:
-                raise Refusal(f"schedule.{key} is {getattr(self, key)}; it is a part of the full rate, between 0 and 1")
 
     @property
     def label(self) -> str:
@@ -93,6 +90,13 @@ class Schedule(StatelessSchedule, ABC):
         """The factor after the warm-up; done: the fraction, 0..1, of the steps after the warm-up."""
 
 
+def _refuse_impossible_parts(**parts: float) -> None:
+    """Refuse parts of the full rate that are none: a rate below 0 would unlearn."""
+    for key, part in parts.items():
+        if not 0 <= part <= 1:
+            raise Refusal(f"schedule.{key} is {part}; it is a part of the full rate, between 0 and 1")
+
+
 @dataclass
 class Constant(Schedule):
     """The same learning rate in all steps, after the warm-up."""
@@ -109,6 +113,10 @@ class Cosine(Schedule):
 
     final: float = 0.0  # part of the full rate, 0..1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_impossible_parts(final=self.final)
+
     def at(self, step: int, epoch: int, done: float) -> float:
         # (1 + cos) / 2 falls from 1 to 0 while done goes from 0 to 1
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
@@ -120,6 +128,10 @@ class Linear(Schedule):
 
     final: float = 0.0  # part of the full rate, 0..1
     start: float = 0.0  # part of the full rate from which the warm-up rises, 0..1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_impossible_parts(start=self.start, final=self.final)
 
     def warming(self, done: float) -> float:
         return self.start + (1 - self.start) * done
@@ -151,6 +163,7 @@ class WSD(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _refuse_impossible_parts(final=self.final)
         if not 0 <= self.decay <= 1:
             raise Refusal(
                 f"schedule.decay is {self.decay}; it is a fraction of the run, between 0 and 1; in steps:"

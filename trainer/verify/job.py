@@ -65,13 +65,13 @@ class Verify(Job):
     def __call__(self, parts: RunParts) -> int:
         """Compare; the exit code: 0 the same, 1 something differs. Refusal where the run itself would be refused."""
         if self.record is not None:
-            return self._write_reference(parts, Path(self.record).resolve())
+            return self._write_reference(parts, expand_home(self.record).resolve())
         launch = parts.machine.launch
         out = verify_folder(parts)
         # the reference decides how many samples a step has
         path, reference = out / "reference.safetensors", None
         if self.reference is not None:
-            path = Path(self.reference)
+            path = expand_home(self.reference)
             reference = read_reference(path)
         samples = set_batch_size(parts, reference.facts.get("samples") if reference else self.batch)
         run, dropped = self._prepare(parts, out / "trial")
