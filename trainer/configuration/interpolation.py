@@ -107,12 +107,12 @@ def _unresolved_reason(written: Any, error: OmegaConfBaseException) -> str:
     return f"the yaml of data says no {fact[1]}; add it there, or give a value here" if fact else reason
 
 
+Plain: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with libyaml
 _MAX_VALUES = 10_000  # values of a file in which every reference has been replaced by what it refers to
 
 
 def refuse_alias_bombs(folders: Iterable[Path]) -> None:
     """Refuse a lab's yaml file whose references multiply: Hydra follows each of them, for minutes and gigabytes."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with libyaml
     for path in (path for folder in folders for path in sorted(folder.rglob("*.yaml"))):
         text = path.read_bytes()
         # an anchor and a reference to it, and no product, pattern or emphasis in a text
@@ -120,7 +120,7 @@ def refuse_alias_bombs(folders: Iterable[Path]) -> None:
         if anchors.isdisjoint(re.findall(rb"(?<![^\s\[{,:-])\*([^\s,\[\]{}]+)", text)):
             continue
         try:
-            document = yaml.compose(text, loader)  # a graph, in which what is referred to stands once
+            document = yaml.compose(text, Plain)  # a graph, in which what is referred to stands once
         except (yaml.YAMLError, ValueError):
             continue  # Hydra says what is wrong, if it is asked for this file
         if document is not None and (values := _count_values(document, {})) > _MAX_VALUES:
