@@ -229,7 +229,7 @@ class Export(Job):
         """
         if self.format == "safetensors":
             return _weights(run, checkpoint, average, path.parent, path.stem), _describe_file(run.data, names)
-        network = load_network(run, checkpoint, average)
+        network = load_network(run, checkpoint, average, training=self.format not in _PROGRAMS)
         kind = type(network).__name__
         if self.format == "huggingface":
             write_huggingface(network, names, path.parent)
@@ -291,7 +291,7 @@ def _weights(run: RunParts, checkpoint: Path, average: bool, folder: Path, name:
     elsewhere = BASE_KEY in read_state(read_manifest(checkpoint))
     if not is_meta_model(outline) or merges or elsewhere:  # what is to be written needs the network's values
         del outline, values
-        network = load_network(run, checkpoint, average)
+        network = load_network(run, checkpoint, average, training=True)
         values = network.state_dict()
         write_weight_files(folder, name, values, values.__getitem__)
         return type(network).__name__

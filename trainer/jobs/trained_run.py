@@ -245,10 +245,11 @@ def load_weights(run: RunParts, model: ParallelModel, which: Which) -> Checkpoin
     raise AssertionError  # not reached
 
 
-def load_network(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
+def load_network(run: RunParts, checkpoint: Path, average: bool, training: bool = False) -> nn.Module:
     """The plain network in this process's memory, with the values of a checkpoint; average: the moving average's.
 
-    One that learned by adapters says what it is without them, in a method `merged()`.
+    training: in that mode, for who writes its values to a file: eval() may merge weights. A network that learned by
+    adapters says what it is without them, in a method `merged()`.
     """
     network = seeded_network(run)
     network = network.double() if run.machine.resolved_precision == "fp64" else network
@@ -260,7 +261,7 @@ def load_network(run: RunParts, checkpoint: Path, average: bool) -> nn.Module:
         InitialWeights.under(base, network, run.settings.init_from).load_into(network)
     weights.load_into(values)
     merged = getattr(network, "merged", None)
-    return (merged() if callable(merged) else network).eval()
+    return (merged() if callable(merged) else network).train(training)
 
 
 def wants_average(run: RunParts, weights: Literal["plain", "ema"] | None) -> bool:

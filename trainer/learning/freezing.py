@@ -1,4 +1,4 @@
-"""Freezing parts of a network: parameters, and BatchNorms that then keep their statistics; what does not learn kept."""
+"""Freezing parts of a network: parameters, and modules that then stay in evaluation mode; what does not learn kept."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # that know the 
 NORMS = (*BATCH_NORMS, nn.SyncBatchNorm)  # what has running statistics
 
 
-class FrozenBatchNorm(nn.Module):
-    """A frozen BatchNorm: it stays in evaluation mode, in training too."""
+class StaysInEvaluation(nn.Module):
+    """A frozen BatchNorm, or a frozen part that its constructor has put there: it stays in evaluation mode."""
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode."""
@@ -60,23 +60,45 @@ def freeze(network: nn.Module, patterns: Sequence[str]) -> nn.Module:
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if is_frozen(name):
             parameter.requires_grad_(False)
+    for module in _evaluated_parts(network):  # a teacher: its dropout draws nothing
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            for part in (module, *(norm for norm in module.modules() if isinstance(norm, NORMS))):
+                _keep_in_evaluation(part)
     # without a gradient a norm would still move its statistics by every batch that it sees
     for name, module in network.named_modules():
-        if isinstance(module, NORMS) and not isinstance(module, FrozenBatchNorm):
+        if isinstance(module, NORMS):
             parameters = [f"{name}.{last}" for last, _ in module.named_parameters()]
             # also a norm whose scale and shift are both frozen by name
             if is_frozen(name) or (parameters and all(map(is_frozen, parameters))):
-                # the class is exchanged, not the module: names, hooks and references stay
-                module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type,assignment]  # no class is hashable
-                module.eval()
+                _keep_in_evaluation(module)
     return network
 
 
-@cache  # one class for each type of norm
+def _evaluated_parts(network: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters that a constructor has put into evaluation mode, without the modules in them.
+
+    Around something that learns the mode is by chance: `from_pretrained` returns whole networks so. The class of a
+    TorchScript module cannot be exchanged.
+    """
+    for module in network.children():
+        if module.training:
+            yield from _evaluated_parts(module)
+        elif any(True for _ in module.parameters()) and not isinstance(module, torch.jit.ScriptModule):
+            yield module
+
+
+def _keep_in_evaluation(module: nn.Module) -> None:
+    """In place: the class is exchanged, not the module, so that names, hooks and references stay."""
+    if not isinstance(module, StaysInEvaluation):
+        module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type,assignment]  # no class is hashable
+        module.eval()
+
+
+@cache  # one class for each type of module
 def _frozen_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with the same name that stays in evaluation mode. Not a wrapper: so all names stay."""
+    """A subclass with the same name that stays in evaluation mode."""
     return type(
-        kind.__name__, (FrozenBatchNorm, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        kind.__name__, (StaysInEvaluation, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     )
 
 

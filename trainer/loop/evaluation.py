@@ -296,16 +296,18 @@ def _compute_totals(
     strategy: Strategy, model: ParallelModel, batches: Batches, should_stop: Callable[[], bool] | None = None
 ) -> Totals | None:
     """Collective: the sums over these micro-batches of all ranks, and what is kept of samples; None: asked to stop."""
-    votes = strategy.votes()
+    votes, stopped = strategy.votes(), False
     sums: dict[str, Tensor | float] = {}
     with torch.no_grad(), gather_samples(model) as gathered:
         for batch, valid in gathered.observe(batches):
             if should_stop is not None:
                 votes.ask(should_stop())  # all ranks; it travels while the batch computes, and no GPU waits for it
             _add_sums(sums, model.evaluate(batch, valid))
-            if should_stop is not None and any(votes.read()):
-                return None
-    return strategy.totals(sums).read(), gathered.read(strategy)
+            if stopped := should_stop is not None and any(votes.read()):
+                break
+    # at once: a network whose eval() merges weights is neither saved so, nor given its average so
+    model.set_mode(training=True)
+    return None if stopped else (strategy.totals(sums).read(), gathered.read(strategy))
 
 
 def _add_sums(sums: dict[str, Tensor | float], parts: Mapping[str, Tensor | float]) -> None:

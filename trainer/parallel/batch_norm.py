@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from trainer.learning.freezing import BATCH_NORMS, FrozenBatchNorm
+from trainer.learning.freezing import BATCH_NORMS, StaysInEvaluation
 from trainer.messages import Refusal
 from trainer.parallel.buckets import average_tensors
 from trainer.parallel.ranks import Group, Ranks
@@ -29,7 +29,7 @@ def local_batch_norms(network: nn.Module) -> list[_BatchNorm]:
 
 def _is_local(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """Does it learn statistics, of this rank's data alone?"""
-    return isinstance(module, BATCH_NORMS) and not isinstance(module, (SynchronisedBatchNorm, FrozenBatchNorm))
+    return isinstance(module, BATCH_NORMS) and not isinstance(module, (SynchronisedBatchNorm, StaysInEvaluation))
 
 
 def all_batch_norms(network: nn.Module) -> list[_BatchNorm]:

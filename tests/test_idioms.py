@@ -1,0 +1,117 @@
+"""What people write in a network and expect to hold: the values are worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.commands import curve, lines
+from tests.processes import Processes
+from tests.quick import quickly
+from tests.test_initial_weights import saved
+from tests.test_nonfinite_check import ended
+from trainer.launch.rendezvous import Launch
+
+LAB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainer import Data, Task
+
+
+class Numbers(Data):
+    def train(self):
+        return TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(32, 4))
+
+    def evaluation(self):
+        return self.train()
+
+
+class Merging(nn.Linear):  # eval() adds what was learned to the frozen weight, train() takes it away
+    merged = False
+
+    def __init__(self):
+        super().__init__(4, 4, bias=False)
+        self.more = nn.Parameter(torch.zeros(4, 4))
+        nn.init.eye_(self.weight.requires_grad_(False))
+
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.weight.data += -self.more if mode else self.more
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) if self.merged else super().forward(x) + nn.functional.linear(x, self.more)
+
+
+class Student(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(4, 4), nn.BatchNorm1d(4, eps=0), nn.Dropout(0.5)]
+        self.student, self.teacher = Merging(), nn.Sequential(*layers).eval().requires_grad_(False)
+        nn.init.zeros_(self.teacher[0].weight)
+        nn.init.ones_(self.teacher[0].bias)
+
+    def forward(self, x):
+        return self.student(x) - self.teacher(x)
+
+
+class Squares(Task):
+    def loss(self, output, target):
+        return (output.float() - target).square().mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the lab in it."""
+    place = tmp_path_factory.mktemp("idioms")
+    for key in ("data/numbers", "model/student", "task/squares"):
+        path = place / "idioms" / "conf" / f"{key}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"_target_: idioms.lab.{path.stem.capitalize()}\n")
+    (place / "idioms" / "lab.py").write_text(LAB)
+    return place
+
+
+WORDS = ("--config-dir", "idioms/conf", "data=numbers", "task=squares", "optimizer=sgd", "schedule=constant")
+WORDS += ("optimizer.momentum=0", "optimizer.nesterov=false", "optimizer.weight_decay=0", "loop.global_batch=32")
+
+
+def numbers() -> Tensor:
+    return torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+
+
+RANKS = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2}
+
+
+def trained(place: Path, run: Path, *words: str, processes: Processes | None = None, ranks: int = 1) -> Path:
+    words = (*WORDS, "loop.log_every=1", f"run.dir={run}", *words)
+    ended_as = processes.run(ranks, ended, place, words) if processes else [ended(Launch(), place, [*words])]
+    assert ended_as == ["0"] * ranks
+    return run
+
+
+@pytest.mark.parametrize("strategy", quickly(RANKS, "single", "fsdp"))
+def test_an_evaluation_merges_nothing_that_is_saved_and_a_frozen_teacher_sleeps(
+    place: Path, tmp_path: Path, processes: Processes, strategy: str
+) -> None:
+    words = ("model=student", "loop.steps=4", "loop.eval_every=2", "ema.decay=0.5", "optimizer.lr=0.3")
+    words += (f"strategy={strategy}",)
+    run = trained(place, tmp_path / "run", *words, processes=processes, ranks=RANKS[strategy])
+    x, more, average, figures = numbers(), torch.zeros(4, 4), torch.zeros(4, 4), []
+    for step in range(4):
+        figures.append(float((x @ more.T + x - 1).square().mean()))
+        more = more - 0.3 * 2 * (x @ more.T + x - 1).T @ x / x.numel()
+        average = average.lerp(more, 0.5) if step else more
+    assert curve(run) == pytest.approx(figures, rel=1e-5)
+    last = lines(run, "eval")[-1]
+    for name, one in (("loss", more), ("ema_loss", average)):
+        assert last[name] == pytest.approx(float((x @ one.T + x - 1).square().mean()), rel=1e-5)
+    left = saved(run)
+    torch.testing.assert_close(left["student.weight"], torch.eye(4))
+    torch.testing.assert_close(left["student.more"], more)
