@@ -179,6 +179,21 @@ def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path) -> Non
     assert initial.lines[1:] == ["weights     2 not there, not loaded: head.weight, head.bias"]
 
 
+def test_nothing_frozen_stays_random_but_may_be_made_without_chance(tmp_path: Path) -> None:
+    def build(_: int = 0) -> nn.Module:
+        policy, still = Net(), nn.Linear(2, 2)
+        nn.init.eye_(still.weight.requires_grad_(False))
+        return nn.ModuleDict({"policy": policy, "reference": Net().requires_grad_(False), "still": still})
+
+    state = {f"{part}.{name}": one for part in ("policy", "reference") for name, one in Net().state_dict().items()}
+    save_file(Net().state_dict(), tmp_path / "one.safetensors")
+    save_file(state, tmp_path / "both.safetensors")
+    said = "6 frozen tensors would stay random: reference.up.weight.* as policy.*; 6 of them it gives as reference"
+    with pytest.raises(Refusal, match=said):
+        InitialWeights(str(tmp_path / "one.safetensors"), "-loss").find(build(), build)
+    InitialWeights(str(tmp_path / "both.safetensors"), "-loss").find(build(), build)
+
+
 def test_what_does_not_fit_stays_as_built_and_is_named(tmp_path: Path) -> None:
     state: dict[str, Tensor] = {name: torch.full_like(value, 5.0) for name, value in Net().state_dict().items()}
     del state["norm.bias"], state["scale"]

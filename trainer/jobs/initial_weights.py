@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+import torch
 from torch import nn
 
 from trainer.launch.safe_files import resolve_links
@@ -75,8 +76,11 @@ class InitialWeights:
             )
         return self._base
 
-    def find(self, network: nn.Module) -> None:
-        """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline."""
+    def find(self, network: nn.Module, build: Callable[[int], nn.Module] | None = None) -> None:
+        """Find the weights and compare names and shapes; Refusal where none fits. The network may be an outline.
+
+        build: makes the network from the run's seed plus a number; then nothing that is frozen may stay random.
+        """
         if self._source is None:
             self.lines = _random_note(network)
             return
@@ -86,6 +90,8 @@ class InitialWeights:
             self._compare(weights, network)
             if isinstance(weights, CheckpointWeights) and (base := base_of(weights.checkpoint.state)):
                 self._under = InitialWeights.under(base, network)
+            elif build is not None:
+                self._refuse_random(weights, network, build)
         except Refusal as refusal:
             raise Refusal(f"init_from={self._source}: {refusal}") from refusal
 
@@ -105,7 +111,7 @@ class InitialWeights:
         stored_names, how = match_names(weights.tensors, expected.keys())
         shapes = {name: weights.tensors[stored].shape for name, stored in stored_names.items()}
         fitting = [name for name in expected if name in shapes and shapes[name] == expected[name].shape]
-        self._names = {name: stored_names[name] for name in fitting}
+        self._names, self._how = {name: stored_names[name] for name in fitting}, how
         # a tensor with several names (tied weights) needs one of them
         loaded = {expected[name] for name in self._names}
         self.is_complete = all(tensor in loaded for tensor in expected.values())
@@ -127,6 +133,28 @@ class InitialWeights:
             *_list_names("not there, not loaded", missing),
             *_list_names("not of this network, not loaded", extra),
         ]
+
+    def _refuse_random(self, weights: WeightSource, network: nn.Module, build: Callable[[int], nn.Module]) -> None:
+        """Refusal where something is frozen that neither the file gives nor the constructor makes without chance."""
+        lacking = [name for name, _ in named_state(network) if name in self._frozen - self._shapes.keys()]
+        # the seed of the run last: random numbers go on from there as if nothing had been built here
+        other, own = (dict(named_state(build(add))) for add in (1, 0)) if lacking else ({}, {})
+        if chance := [name for name in lacking if not torch.equal(own[name], other[name])]:
+            # the same tensors may have had two places, as those of a policy and of its reference
+            fitting, how = match_names(weights.tensors, chance)
+            fits = [
+                name for name in fitting if name in chance and weights.tensors[fitting[name]].shape == own[name].shape
+            ]
+            both = (
+                f"; {len(fits)} of them it gives{how.replace(',', '')}, so a file with both names gives all"
+                if fits
+                else ""
+            )
+            raise Refusal(
+                f"{format_count(len(chance), 'frozen tensor')} would stay random: {format_names(chance, _SHOWN)}."
+                f" {weights.path} gives {len(self._names)} others{self._how}{both}. Or the network's constructor loads"
+                " them, or they are not frozen"
+            )
 
 
 def _random_note(network: nn.Module) -> list[str]:

@@ -88,8 +88,9 @@ def prepare(run: RunParts) -> PreparedRun:
     # a run that cannot work leaves no folder behind: what it would begin with is looked at before
     identity = identify_data(run.data, training, order.length, evaluation) if launch.is_main else {}
     initial = InitialWeights(settings.init_from, run.best_metric)
+    build = partial(seeded_network, run)
     folder = run.open_folder(
-        lambda at: refuse_resume_from(at, network, run, length, identity) if at else initial.find(network)
+        lambda at: refuse_resume_from(at, network, run, length, identity) if at else initial.find(network, build)
     )
     return PreparedRun(
         **vars(run),
@@ -159,9 +160,9 @@ def determinism_advice(error: BaseException) -> str:
     return "loop.deterministic=true runs no operation whose bits may differ; do without this one, or set it to false."
 
 
-def seeded_network(run: RunParts) -> nn.Module:
+def seeded_network(run: RunParts, add: int = 0) -> nn.Module:
     """The network as its constructor makes it from the seed, whatever the strategy; some of it may be frozen."""
-    seed_all(run.settings.seed)  # Python, NumPy and torch
+    seed_all(run.settings.seed + add)  # Python, NumPy and torch
     network = run.make_network()
     for name, parameter in network.named_parameters():
         if isinstance(parameter, UninitializedParameter):
