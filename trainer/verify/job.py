@@ -15,7 +15,7 @@ from trainer.launch import failure, rank_output
 from trainer.launch.safe_files import make_folder, refuse_unsafe_files, replace_file, resolve_links
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
-from trainer.messages import Refusal, expand_home, format_count
+from trainer.messages import Refusal, expand_home, format_count, format_names
 from trainer.records.run_folder import RunFolder, choose_path
 from trainer.verify.cause_experiments import Experiments, collect_facts
 from trainer.verify.comparison import TOLERANCES, compare, noise_floors, perturbation_size, tolerances_in
@@ -72,8 +72,8 @@ class Verify(Job):
         path, reference = out / "reference.safetensors", None
         if self.reference is not None:
             path = expand_home(self.reference)
-            reference = read_reference(path)
-        samples = set_batch_size(parts, reference.facts.get("samples") if reference else self.batch)
+            reference = read_reference(path, parts, self.steps, self.batch)
+        samples = set_batch_size(parts, reference.facts["samples"] if reference else self.batch)
         run, dropped = self._prepare(parts, out / "trial")
         if reference is None:
             # one process before the others: side by side both would need their memory at once
@@ -181,6 +181,7 @@ class Verify(Job):
             plain.floors = noise_floors(plain, perturbed, TOLERANCES[precision])
             plain.write(path_in_precision(path, run))
         if done:
+            record.facts["steps"] = self.steps
             record.write(path)
         self._remove_folder(run)
         return failure.exit_code(done, run.machine.launch)
@@ -249,7 +250,10 @@ def verdict_lines(verdict: Verdict, run: PreparedRun, steps: int, dropped: int, 
     """The verdict, as it stands on the screen. because: why it is none in fp64."""
     what = f"{run.strategy.name} on {run.machine.launch.world_size}"
     compared, called = verdict.modules
-    lines = [f"compared    {compared} of {format_count(called, 'module')}, all gradients, weights and optimizer states"]
+    modules = f"{compared} of {format_count(called, 'module')}"
+    if verdict.left_out:
+        modules += f" (not {format_names(verdict.left_out, 3)})"
+    lines = [f"compared    {modules}, all gradients, weights and optimizer states"]
     lines.append(f"samples     {run.settings.loop.global_batch} in a step (job.batch)")
     if dropped:
         lines.append(f"note        {format_count(dropped, 'dropout layer')} switched off, here and in the reference")

@@ -13,12 +13,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from trainer.configuration.command_line import add_overrides, quote_path
-from trainer.jobs.run_parts import PreparedRun
+from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.child_processes import run_program
 from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
 from trainer.messages import Refusal
+from trainer.records.resume_rules import find_changes, parse_config
 from trainer.verify.comparison import noise_floors, perturbation_size, tolerances_in
 from trainer.verify.short_run import computing_in, detect_sample_layouts, train_and_record
 from trainer.verify.training_record import TrainingRecord
@@ -57,13 +58,32 @@ def make_reference(run: PreparedRun, samples: int, path: Path) -> None:
     broadcast_from_main(run.machine.launch, "reference", make)
 
 
-def read_reference(path: Path) -> TrainingRecord:
-    """The reference that somebody has had made. Refusal where the file is none."""
+# What a reference has from the words of its run. What is not here may differ: strategy, devices, files, a precision,
+# and how a step is divided.
+_OF_REFERENCE = ("model.", "task.", "data.", "seed", "optimizer.", "schedule.", "ema.", "init_from", "loop.epochs")
+_OF_REFERENCE += ("loop.steps", "loop.max_norm", "loop.dropout", "loop.eval_batch", "loop.on_nonfinite")
+
+
+def read_reference(path: Path, run: RunParts, steps: int, samples: int | None) -> TrainingRecord:
+    """The reference that somebody has had made. Refusal where the file is none, or that of other words.
+
+    steps, samples: what the words ask for; None: as the reference has it.
+    """
     if not path.is_file():
         raise Refusal(f"job.reference={path}: there is no such file; job.record={path} writes it")
     with suppress(SafetensorError, KeyError):  # another file, or one of an older version
         facts = (reference := TrainingRecord.read(path)).facts
-        if "samples" in facts and not facts.get("fewer"):  # an older version left layers out
+        if "configuration" in facts:
+            changes = find_changes(parse_config(facts["configuration"]), parse_config(run.configuration))
+            words = [str(change) for change in changes if change.key.startswith(_OF_REFERENCE)]
+            for name, asked in (("steps", steps), ("samples", samples or facts["samples"])):
+                if facts[name] != asked:
+                    words.append(f"job.{name.replace('samples', 'batch')}: {facts[name]} → {asked}")
+            if words:
+                raise Refusal(
+                    f"job.reference={path} was made with other words ({', '.join(words[:6])}): give the same, or make"
+                    " another reference of these with job.record=FILE"
+                )
             return reference
     raise Refusal(f"job.reference={path} is no reference, or an older version has written it; job.record={path} does")
 
@@ -99,5 +119,6 @@ def _record_twice(
         done = train_and_record(run, record, [last], stop, resume=half)
         done = done and train_and_record(run, perturbed, [last], stop, resume=half, shake=perturbation_size(precision))
     record.floors = noise_floors(record, perturbed, tolerances_in(precision, tolerance)) if done else {}
-    record.facts = {"precision": precision, "because": reason, "samples": run.settings.loop.global_batch}
+    record.facts |= {"precision": precision, "because": reason, "samples": run.settings.loop.global_batch}
+    record.facts |= {"configuration": run.configuration}
     return record, done

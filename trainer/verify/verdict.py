@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from trainer.verify.comparison import Comparison, Difference, Margin, nearest_to_limits
@@ -262,7 +262,8 @@ class Verdict:
     cause: str = ""
     tried: ExperimentResults = field(default_factory=ExperimentResults)  # the experiments that it follows from
     others: Sequence[str] = ()  # what differs after it, in the order of time
-    modules: tuple[int, int] = (0, 0)  # compared, of those that were called
+    modules: tuple[int, int] = (0, 0)  # compared, of those that were called and gave numbers
+    left_out: Sequence[str] = ()  # those that were not: ranks hold parts of what they give, or no sample has a place there
     nearest: Mapping[str, Margin] = field(default_factory=dict)  # to its limit, of each phase
     rounding: Rounding | None = None  # in the precision of the run, where that is another one
     precision: str = "fp64"  # in which all was compared
@@ -293,14 +294,19 @@ def judge(reference: TrainingRecord, comparisons: Sequence[Comparison], resume: 
     keys = [*reference.values]
     held = {key for comparison in comparisons for key in comparison.held}
     missing = [at for at, key in enumerate(keys) if key.phase in _NEVER_MISSING and key not in held]
-    # how many of the modules that one process calls were compared
-    called = {key.name for key in keys if key.phase == Phase.FORWARD}
-    compared = {key.name for comparison in comparisons for key in comparison.seen if key.phase == Phase.FORWARD}
+    # which of the modules that one process calls were compared: `norm.0` is the first thing that `norm` gives
+    called = dict.fromkeys(reference.facts.get("widths", ()))
+    compared = set[str]()
+    for place in {key.name for comparison in comparisons for key in comparison.seen if key.phase == Phase.FORWARD}:
+        parts = place.split(".")
+        above = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+        compared |= {*islice((name for name in above if name in called), 1)}
     modules = len(compared), len(called)
+    left_out = [name or "the output of the network" for name in called if name not in compared]
     gap, nearest = max(gaps.values(), default=0.0), nearest_to_limits(comparisons)
     order = sorted({*differences, *missing})
     if not order:
-        return Verdict(None, gap, gaps, [], modules=modules, nearest=nearest)
+        return Verdict(None, gap, gaps, [], modules=modules, left_out=left_out, nearest=nearest)
     places = {at: _key_at(keys[at], differences.get(at, [])) for at in order}
     key = places[order[0]]
     at_first = [(rank, difference) for rank, difference in differences.get(order[0], []) if difference.key == key]
@@ -311,7 +317,7 @@ def judge(reference: TrainingRecord, comparisons: Sequence[Comparison], resume: 
     first = FirstDifference(key.step, key.phase, key.name, most, ratio, ranks, others_same, resumed, extra)
     rows = sorted({row for _, difference in at_first for row in difference.rows})
     others = [str(places[at]) for at in order[1:8]]
-    return Verdict(first, gap, gaps, rows, others=others, modules=modules, nearest=nearest)
+    return Verdict(first, gap, gaps, rows, others=others, modules=modules, left_out=left_out, nearest=nearest)
 
 
 def _key_at(expected: Key, differences: Sequence[tuple[int, Difference]]) -> Key:
