@@ -104,7 +104,14 @@ def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_
         trainer.run([*asked, "job.record=python.safetensors"])
         with pytest.raises(RuntimeError, match=f"^{wanted}") if wanted else nullcontext():
             assert trainer.run([*asked, "job.reference=python.safetensors"]).metrics == {}
-    others = ["optimizer.lr=0.5", "job.steps=2", "job.batch=6", "strategy=ddp", "precision=bf16", "loop.micro_batches=1"]
+    others = [
+        "optimizer.lr=0.5",
+        "job.steps=2",
+        "job.batch=6",
+        "strategy=ddp",
+        "precision=bf16",
+        "loop.micro_batches=1",
+    ]
     said = r"made with other words \(optimizer\.lr: 0\.001 → 0\.5, job\.steps: 3 → 2, job\.batch: 24 → 6\): give"
     with pytest.raises(Refusal, match=said):
         trainer.run([*asked, "job.reference=python.safetensors", *others])

@@ -263,7 +263,9 @@ class Verdict:
     tried: ExperimentResults = field(default_factory=ExperimentResults)  # the experiments that it follows from
     others: Sequence[str] = ()  # what differs after it, in the order of time
     modules: tuple[int, int] = (0, 0)  # compared, of those that were called and gave numbers
-    left_out: Sequence[str] = ()  # those that were not: ranks hold parts of what they give, or no sample has a place there
+    left_out: Sequence[
+        str
+    ] = ()  # those that were not: ranks hold parts of what they give, or no sample has a place there
     nearest: Mapping[str, Margin] = field(default_factory=dict)  # to its limit, of each phase
     rounding: Rounding | None = None  # in the precision of the run, where that is another one
     precision: str = "fp64"  # in which all was compared
