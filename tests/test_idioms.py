@@ -14,6 +14,9 @@ from tests.quick import quickly
 from tests.test_initial_weights import saved
 from tests.test_nonfinite_check import ended
 from trainer.launch.rendezvous import Launch
+from trainer.records.checkpoint.manifest import read_manifest
+from trainer.records.checkpoint.store import inspect_checkpoint
+from trainer.records.checkpoint.tensor_files import load_tensors
 
 LAB = """
 import torch
@@ -60,6 +63,16 @@ class Student(nn.Module):
         return self.student(x) - self.teacher(x)
 
 
+class Halved(nn.Module):  # weights of 8 bits, as published ones often are
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        nn.init.eye_(self.layer.weight)
+
+    def forward(self, x):
+        return self.layer(x.bfloat16()) - 1
+
+
 class Squares(Task):
     def loss(self, output, target):
         return (output.float() - target).square().mean()
@@ -70,7 +83,7 @@ class Squares(Task):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the lab in it."""
     place = tmp_path_factory.mktemp("idioms")
-    for key in ("data/numbers", "model/student", "task/squares"):
+    for key in ("data/numbers", "model/student", "model/halved", "task/squares"):
         path = place / "idioms" / "conf" / f"{key}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"_target_: idioms.lab.{path.stem.capitalize()}\n")
@@ -96,6 +109,14 @@ def trained(place: Path, run: Path, *words: str, processes: Processes | None = N
     return run
 
 
+def tensors(run: Path, step: int) -> dict[str, Tensor]:
+    """All that a checkpoint holds."""
+    there = inspect_checkpoint(read_manifest(run / "checkpoints" / f"step-{step:08d}"))
+    values = {name: torch.empty(fact.shape, dtype=fact.dtype) for name, fact in there.tensors.items()}
+    load_tensors(values, there)
+    return values
+
+
 @pytest.mark.parametrize("strategy", quickly(RANKS, "single", "fsdp"))
 def test_an_evaluation_merges_nothing_that_is_saved_and_a_frozen_teacher_sleeps(
     place: Path, tmp_path: Path, processes: Processes, strategy: str
@@ -115,3 +136,19 @@ def test_an_evaluation_merges_nothing_that_is_saved_and_a_frozen_teacher_sleeps(
     left = saved(run)
     torch.testing.assert_close(left["student.weight"], torch.eye(4))
     torch.testing.assert_close(left["student.more"], more)
+
+
+@pytest.mark.parametrize("strategy", quickly(RANKS, "single", "fsdp"))
+def test_the_average_of_bf16_weights_has_the_bits_of_fp32(
+    place: Path, tmp_path: Path, processes: Processes, strategy: str
+) -> None:
+    words = ("model=halved", f"strategy={strategy}", "loop.eval_every=4", "loop.save_every=1", "checkpoint.keep=99")
+    for steps in (4, 8):  # the second command goes on
+        more = (f"loop.steps={steps}", "ema.decay=0.99", "optimizer.lr=0.1")
+        run = trained(place, tmp_path / "run", *words, *more, processes=processes, ranks=RANKS[strategy])
+    average = tensors(run, 1)["layer.weight"].float()
+    for step in range(2, 9):
+        average = average.lerp(tensors(run, step)["layer.weight"].float(), 0.01)
+    torch.testing.assert_close(tensors(run, 8)["ema/layer.weight"], average)
+    assert lines(run, "eval")[-1]["ema_loss"] != lines(run, "eval")[-2]["ema_loss"]
+    assert "layer.weight: learned in bf16 or fp16" in (run / "logs" / "rank-0.log").read_text()

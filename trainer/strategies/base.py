@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trainer.launch.devices import uses_pinned_memory
 from trainer.learning.task import Task
-from trainer.messages import Refusal, format_count
+from trainer.messages import Refusal, format_count, format_names
 from trainer.parallel.batch_norm import local_batch_norms
 from trainer.strategies.nonfinite_check import NonFiniteCheck, NonFiniteCheckOnDevice
 from trainer.strategies.parallel_model import ParallelModel
@@ -82,6 +82,16 @@ class Strategy(RankContext):
         if norms := 0 if self.sync_bn else len(local_batch_norms(network)):
             layers = format_count(norms, "BatchNorm layer")
             notes.append(f"{layers}: the curve depends on micro-batches and, without strategy.sync_bn, on data ranks")
+        few_bits = (torch.bfloat16, torch.float16)
+        narrow = [
+            name for name, weight in network.named_parameters() if weight.requires_grad and weight.dtype in few_bits
+        ]
+        if narrow and self.machine.resolved_precision != "fp64":
+            notes.append(
+                f"{format_names(narrow, 2)}: learned in bf16 or fp16, as the network has them, so small updates are"
+                " rounded away; build it in fp32 (from_pretrained(…, dtype=torch.float32)): precision=bf16 computes in"
+                " bf16, and keeps weights in fp32"
+            )
         if (
             self.machine.compile is not None
             and self.machine.compile.mode == "reduce-overhead"

@@ -49,7 +49,8 @@ class MovingAverage(NoMovingAverage):
     """The average of each trainable parameter and of BatchNorm's running statistics, elementwise, on local shards.
 
     The first update takes the weights as they are, each later one `decay` of the average and the rest of the weights:
-    torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn. All other buffers stay the network's own.
+    torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn. All other buffers stay the network's own. Of weights
+    with fewer bits than fp32 the average has those of fp32: what it moves by would be rounded away.
     """
 
     def __init__(self, network: nn.Module, decay: float, every: int) -> None:
@@ -66,19 +67,21 @@ class MovingAverage(NoMovingAverage):
         if step % self._every:
             return
         if not self._averages:
-            self._averages = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+            self._averages = {name: tensor.detach().clone().to(_wide(tensor)) for name, tensor in self._tensors.items()}
             return
         # elementwise, on shards and on copies: nothing is sent, and copies stay the same bits
-        averages, weights = (
-            [to_local(tensor) for tensor in tensors.values()] for tensors in (self._averages, self._tensors)
-        )
-        if not isinstance(skipped, Tensor):
-            self._move(averages, weights, step)
-            return
-        # only the device knows whether the step was left out, and the host does not wait for it
-        part = (1 - self._decay) * (1 - skipped)
-        for average, tensor in zip(averages, weights, strict=True):
-            average.lerp_(tensor, part.to(average.device, average.dtype))
+        pairs = [(to_local(self._averages[name]), to_local(tensor)) for name, tensor in self._tensors.items()]
+        alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]  # these at once; of others one at a time,
+        others = [[pair] for pair in pairs if pair[0].dtype != pair[1].dtype]  # since it is copied into fp32
+        for some in (alike, *others) if alike else others:
+            averages, weights = [average for average, _ in some], [tensor.to(average.dtype) for average, tensor in some]
+            if not isinstance(skipped, Tensor):
+                self._move(averages, weights, step)
+                continue
+            # only the device knows whether the step was left out, and the host does not wait for it
+            part = (1 - self._decay) * (1 - skipped)
+            for average, tensor in zip(averages, weights, strict=True):
+                average.lerp_(tensor, part.to(average.device, average.dtype))
 
     @override
     def views(self) -> Views:
@@ -102,7 +105,9 @@ class MovingAverage(NoMovingAverage):
     def empty(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Memory for the averages that are stored; without them the average begins from the weights."""
         tensors = {EMA_PREFIX + name: tensor for name, tensor in self._tensors.items()}
-        return {name: torch.empty_like(tensor) for name, tensor in tensors.items() if name in stored}
+        return {
+            name: torch.empty_like(tensor, dtype=_wide(tensor)) for name, tensor in tensors.items() if name in stored
+        }
 
     @override
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -112,21 +117,35 @@ class MovingAverage(NoMovingAverage):
         """
         stored = {name: state[EMA_PREFIX + name] for name in self._tensors if EMA_PREFIX + name in state}
         tensors = self._tensors if stored else {}
-        self._averages = {n: stored[n] if n in stored else tensor.detach().clone() for n, tensor in tensors.items()}
+        self._averages = {
+            n: stored[n] if n in stored else tensor.detach().clone().to(_wide(tensor)) for n, tensor in tensors.items()
+        }
 
     @contextmanager
     def _in_place(self, names: Collection[str]) -> Iterator[None]:
         """Inside, the network holds the averages of these tensors; afterwards the same bits as before."""
-        self._exchange(names)
+        kept: dict[str, Tensor] = {}  # weights with fewer bits than their average, which would be rounded there
+        self._exchange(names, kept)
         try:
             yield
         finally:
-            self._exchange(names)
+            self._exchange(names, kept)
 
     @torch.no_grad()
-    def _exchange(self, names: Collection[str]) -> None:
+    def _exchange(self, names: Collection[str], kept: dict[str, Tensor]) -> None:
         for name in names if self._averages else ():
             tensor, average = to_local(self._tensors[name]), to_local(self._averages[name])
             weights = tensor.clone()  # one tensor at a time: there is never a whole second copy
-            tensor.copy_(average)
-            average.copy_(weights)
+            if tensor.dtype == average.dtype:
+                tensor.copy_(average)
+                average.copy_(weights)
+            elif name in kept:
+                average += weights.to(average.dtype) - average.to(tensor.dtype)  # 0, if nobody has changed it meanwhile
+                tensor.copy_(kept[name])
+            else:
+                tensor.copy_(average)
+                kept[name] = weights
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
