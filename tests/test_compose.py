@@ -61,6 +61,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("data=digit", "data=digit", "'digits'"),
     ("job=evaluat", "job=evaluat", "'evaluate'"),
     ("lr=0.1", "lr", "optimizer.lr"),
+    ("loop.min_delta=0.01", "loop.min_delta", "Task.finish can round the metric"),
     ("epochs=3", "epochs", "loop.epochs"),
     ("max_steps=3", "max_steps", "loop.steps"),
     ("batch_size=64", "batch_size", "did you mean loop.global_batch?"),

@@ -75,6 +75,20 @@ def test_a_sink_of_a_lab_is_cut_back_when_a_run_goes_on(home: Path) -> None:
     assert [float(row["loss"]) for row in rows] == curve(home / "table")
 
 
+def test_a_mean_that_is_weighted_by_class_is_the_same_however_a_batch_is_divided(
+    home: Path, processes: Processes
+) -> None:
+    (home / "lab" / "conf" / "task" / "weighted.yaml").write_text("_target_: lab.weighted.Weighted\nweights: ???\n")
+    weights = f"task.weights={[1.0, 9.0, 0.5, *[1.0] * 7]}".replace(" ", "")
+    words = ["experiment=null", "data=digits", "model=mlp", "task=weighted", weights, "precision=fp64", "loop.steps=4"]
+    ways = {"whole": (1, []), "micro": (1, ["loop.micro_batches=4"]), "ddp": (2, ["strategy=ddp"])}
+    for name, (size, own) in ways.items():
+        assert processes.run(size, train, home, *words, *own, f"run.dir=weighted_{name}") == [0] * size
+        assert far(curve(home / f"weighted_{name}"), curve(home / "weighted_whole")) < 1e-12
+        found, whole = (lines(home / f"weighted_{each}", "eval")[-1] for each in (name, "whole"))
+        assert (found["accuracy"], found["loss"]) == (whole["accuracy"], pytest.approx(whole["loss"]))
+
+
 TURNED = """
 from trainer import ParallelModel, Strategy
 

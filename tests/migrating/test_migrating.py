@@ -193,7 +193,7 @@ def test_the_workers_of_a_script_and_our_ranks_learn_the_same(processes: Process
 
 def test_the_commands_are_taken_as_they_stand(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    for name in STARTED:
+    for name in (*STARTED, "turns"):
         parse_settings(compose(typed(name)[1]))
 
 
@@ -206,6 +206,19 @@ def test_a_program_and_the_command_that_replaces_it_learn_the_same(name: str, ho
     theirs = [sys.executable, *STARTED[name], str(HERE / f"tutorial_{name}.py")]
     screen, _ = finish_all([theirs, [*launcher(name), *words(name, "run.dir=run")]], home)
     compare(name, home, screen)
+
+
+def test_optimizers_that_take_turns_do_so_under_every_strategy_and_after_a_resume(
+    processes: Processes, home: Path
+) -> None:
+    screen, *_ = finish_all([[sys.executable, str(HERE / "tutorial_turns.py")]], home)
+    losses, _ = figures("turns", home, screen)
+    for size, own in ((1, ["single"]), (2, ["ddp", "strategy.find_unused_parameters=true"]), (2, ["fsdp"]), (2, ["zero1"])):
+        run = ["--config-dir", "lab/conf", "experiment=turns", f"strategy={own[0]}", *own[1:], f"run.dir={own[0]}"]
+        for steps in (9, 24):  # the second one goes on with the generator's turn
+            more = ["device=cpu", "loop.log_every=1", "loop.epochs=null", f"loop.steps={steps}"]
+            assert processes.run(size, train, home, [*run, *more]) == [0] * size
+        assert far(curve(home / own[0]), losses) < 1e-6
 
 
 def test_weights_beside_objects_are_refused_until_they_stand_alone(

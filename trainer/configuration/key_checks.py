@@ -247,6 +247,9 @@ def unknown_key_message(path: str, known: Iterable[str], value: Any = None) -> s
     """Say that nothing is called so, and what comes nearest; processes with the number that was given, -1 for all."""
     if gone := removed_word(path, value):
         return gone
+    if path.endswith("min_delta"):  # of early stopping elsewhere
+        what = "loop.patience counts any improvement as one; Task.finish can round the metric of checkpoint.best"
+        return f"{path}: there is no such key; {what} (docs/learning.md, Early stopping)"
     near = nearest_keys(path, known)
     if near == ["processes"] and isinstance(value, int | str):
         near = [f"processes={value if str(value).isdecimal() and int(value) else 'auto'}"]

@@ -146,6 +146,22 @@ class TaskNetwork(nn.Module):
         return self._task.forward(self.network, inputs, targets)
 
 
+class _Unattached(torch.autograd.Function):
+    """The same numbers, in the same memory, as no view of anything.
+
+    FSDP hangs its hook on the tensors of an output, and what a task changes in place in a view (`scores[:, 0] += 1`)
+    would lose it; torch warns of each such output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 class FlatOutput(nn.Module):
     """A step module whose output is a tensor, or a list of tensors and the tree that they belong to.
 
@@ -160,7 +176,7 @@ class FlatOutput(nn.Module):
     @override
     def forward(self, *args: Any) -> Tensor | tuple[list[Tensor], Any]:
         """A lone tensor as it is; else the tensors of the output, and the output with empty tensors in their places."""
-        output = self.step(*args)
+        output = map_tensors(self.step(*args), lambda x: _Unattached.apply(x) if x.requires_grad else x)
         if isinstance(output, Tensor):
             return output
         return list(tensors(output)), map_tensors(output, lambda _: torch.empty(0, device="meta"))

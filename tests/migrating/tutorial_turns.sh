@@ -1,0 +1,1 @@
+python -m trainer processes=2 --config-dir lab/conf experiment=turns strategy=fsdp
