@@ -213,7 +213,12 @@ def test_optimizers_that_take_turns_do_so_under_every_strategy_and_after_a_resum
 ) -> None:
     screen, *_ = finish_all([[sys.executable, str(HERE / "tutorial_turns.py")]], home)
     losses, _ = figures("turns", home, screen)
-    for size, own in ((1, ["single"]), (2, ["ddp", "strategy.find_unused_parameters=true"]), (2, ["fsdp"]), (2, ["zero1"])):
+    for size, own in (
+        (1, ["single"]),
+        (2, ["ddp", "strategy.find_unused_parameters=true"]),
+        (2, ["fsdp"]),
+        (2, ["zero1"]),
+    ):
         run = ["--config-dir", "lab/conf", "experiment=turns", f"strategy={own[0]}", *own[1:], f"run.dir={own[0]}"]
         for steps in (9, 24):  # the second one goes on with the generator's turn
             more = ["device=cpu", "loop.log_every=1", "loop.epochs=null", f"loop.steps={steps}"]
