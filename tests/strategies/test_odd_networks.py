@@ -84,6 +84,32 @@ class Remembering(nn.Module):
         return self.head(seen[:, -1])
 
 
+class Sloped(Net):
+    """It learns from its own derivative; and freezes a layer for one call, in its first forwards alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.training and self.calls < 5:
+            self.up.requires_grad_(False)
+            super().forward(x)
+            self.up.requires_grad_(True)
+        with torch.enable_grad():  # evaluations run without
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return super().forward(x.detach()) + slope.square().sum(1, keepdim=True)
+
+    def plan(self) -> Plan:
+        return Plan(shard=("up", "down"))
+
+
+class HiddenSlope(Sloped):
+    """On shapes alone it cannot run, so nobody knows beforehand what it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.detach().numpy()
+        return super().forward(x)
+
+
 class WholeNumbers(Plain):
     """Weights that are ints and differ between ranks."""
 
@@ -133,6 +159,8 @@ def with_special(
         pytest.param(Remembering, Plain, 2, Case("pp", micro_batches=2), marks=pytest.mark.long),
         (Pruned, Plain, 2, Case("fsdp")),
         pytest.param(Pruned, Plain, 2, Case("pp", micro_batches=2), marks=pytest.mark.long),
+        (Sloped, Plain, 2, Case("fsdp", {"reshard_after_forward": False}, micro_batches=2)),
+        pytest.param(Sloped, Plain, 2, Case("fsdp"), marks=pytest.mark.long),
         (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
         pytest.param(Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2}), marks=pytest.mark.long),
     ],
@@ -258,6 +286,12 @@ def test_where_it_would_learn_through_its_own_it_is_refused(processes: Processes
     for said in processes.run(size, refused, Perturbed, case.but(steps=1)):
         assert "block" in said
         assert "other parameters than its own" in said
+
+
+def test_a_derivative_with_a_graph_through_what_fsdp_releases_is_refused(processes: Processes) -> None:
+    for said in processes.run(2, refused, HiddenSlope, Case("fsdp", steps=1)):
+        assert said.startswith("a gradient is taken with create_graph=True")
+        assert "strategy=zero1 and strategy=ddp" in said
 
 
 class Codebook(nn.Module):

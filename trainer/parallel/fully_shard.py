@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.data.nested_tensors import tensors
 from trainer.messages import FatalRunError, Refusal
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.batch_norm import all_batch_norms
@@ -138,10 +139,13 @@ def apply_fully_shard(
     again = how.reshard_after_forward  # gather again for the backward
     # units first, for fully_shard of the root takes what no unit has
     units = [shard(network.get_submodule(name), reshard_after_forward=again) for name in names]
-    for name in names:
-        _refuse_foreign_parameters(name, network.get_submodule(name))
+    looks = [_watch_parameters(name, network.get_submodule(name)) for name in names]
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
     whole = shard(root, reshard_after_forward=again and not units)
+    for look in looks if not again else ():
+        root.register_forward_hook(look, prepend=True)  # the last one before they are released
+    for module in (*units, whole):
+        module.register_forward_hook(_refuse_second_derivatives, prepend=True)
     # one unit ahead is what torch does by itself
     if how.ahead > 1:
         for index, unit in enumerate(units):
@@ -198,11 +202,14 @@ def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:
     return 0 if gathered + WHOLE_COST * gathered / ranks < WHOLE_COST else None
 
 
-def _refuse_foreign_parameters(name: str, unit: nn.Module) -> None:
-    """Have a unit look at each call whether its parameters are its own; Refusal where somebody has put in others.
+def _watch_parameters(name: str, unit: nn.Module) -> Callable[..., None]:
+    """Have a unit look at its parameters before each call; returns that look.
 
-    fully_shard puts the gathered ones in place before the forward. What `torch.func.functional_call` had put there
-    would be lost without a word, and the network would learn something else.
+    Refusal where somebody has put in others. fully_shard puts the gathered ones in place before the forward. What
+    `torch.func.functional_call` had put there would be lost without a word, and the network would learn something else.
+
+    What is frozen or thawed while it is gathered holds for its shard, too: else it would be undone, or stay so, with
+    the next gather.
     """
     places = [
         (module, key)
@@ -210,13 +217,19 @@ def _refuse_foreign_parameters(name: str, unit: nn.Module) -> None:
         for key, value in module.named_parameters(recurse=False)
         if "shard" in split_axes(value)
     ]
+    shards: dict[tuple[nn.Module, str], nn.Parameter] = {}
     gathered: set[nn.Parameter] = set()  # what fully_shard has put in place: these belong to the unit, too
 
     @torch.compiler.disable
     def look(*_: Any) -> None:
-        for module, key in places:
-            value = getattr(module, key)
-            if value not in gathered and not (isinstance(value, DTensor) and isinstance(value, nn.Parameter)):
+        for place in places:
+            value = getattr(*place)
+            if value in gathered:
+                if value.requires_grad != shards[place].requires_grad:
+                    shards[place].requires_grad_(value.requires_grad)
+            elif isinstance(value, DTensor) and isinstance(value, nn.Parameter):
+                shards[place] = value
+            else:
                 raise Refusal(
                     f"{name} is called with other parameters than its own (torch.func.functional_call), but FSDP would"
                     f" compute with its own, because {name} is a unit that is gathered when it is called; ddp and zero1"
@@ -226,10 +239,32 @@ def _refuse_foreign_parameters(name: str, unit: nn.Module) -> None:
     @torch.compiler.disable
     def remember(*_: Any) -> None:
         gathered.clear()
-        gathered.update(getattr(module, key) for module, key in places)
+        gathered.update(getattr(*place) for place in places)
 
     unit.register_forward_pre_hook(look, prepend=True)  # before fully_shard's own
     unit.register_forward_pre_hook(remember)  # behind it
+    return look
+
+
+@torch.compiler.disable
+def _refuse_second_derivatives(module: nn.Module, _: Any, output: Any) -> None:
+    """Refusal, when it is taken, of a gradient with a graph of its own through what a gathered module has returned.
+
+    fully_shard releases the module after that gradient, and only a backward through this output gathers it again: the
+    graph of the gradient would compute with freed memory, or nothing would learn.
+    """
+    for tensor in tensors(output) if torch.is_grad_enabled() else ():
+        if tensor.requires_grad:
+            tensor.register_hook(_refuse_graph)
+
+
+def _refuse_graph(_: Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward only with create_graph=True
+        raise Refusal(
+            "a gradient is taken with create_graph=True through a part of the network that FSDP has released by then;"
+            " strategy=zero1 and strategy=ddp keep the weights whole. Under FSDP it works where every training forward"
+            " takes it; not in Task.loss, and not in evaluations or some steps alone"
+        )
 
 
 def unsharded_parameters(network: nn.Module) -> list[nn.Parameter]:

@@ -1,6 +1,7 @@
-"""Parameters and modules that only some data use: which they are, and zero gradients for what a rank's data leave out.
+"""What FSDP must know of a forward: what only some data use, and modules that the forward takes gradients through.
 
-Ranks have other data. Without this they would gather different units under FSDP, and reduce different gradients.
+Ranks have other data. Without this they would gather different units under FSDP, and reduce different gradients: what a
+rank's data leave out gets zeros.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _AT = torch.ops.aten
 class Usage:
     """What every forward of a network uses, by name, whatever the data are."""
 
-    modules: frozenset[str]  # called as often in every forward
+    modules: frozenset[str]  # called as often in every forward, and can be gathered by themselves
     parameters: frozenset[str]  # get a gradient in every backward
+    differentiated: frozenset[str] = frozenset()  # modules that the forward itself takes a gradient through, here
 
 
 def find_always_used(step: nn.Module, example: Any, ranks: Ranks) -> Usage:
@@ -57,13 +59,17 @@ def _use_in_two_forwards(step: nn.Module, network: nn.Module, example: Any) -> U
     python_rng, _searching[0] = random.getstate(), True
     try:
         with torch.random.fork_rng(devices=[]):
-            no, yes = (_use_in_forward(step, example, answer) for answer in (False, True))  # (calls, parameters)
+            # (calls, parameters, differentiated modules)
+            no, yes = (_use_in_forward(step, example, answer) for answer in (False, True))
     except Exception:  # whatever a forward does with what has no values
         return Usage(frozenset(name for name, _ in network.named_modules()), frozenset())
     finally:
         random.setstate(python_rng)
         _searching[0] = False
-    return Usage(frozenset(name for name, often in no[0].items() if often == yes[0][name]), no[1] & yes[1])
+    # FSDP would release a differentiated module after that gradient, and the forward or the backward needs it again
+    differentiated = no[2] | yes[2]
+    called = {name for name, often in no[0].items() if often == yes[0][name]}
+    return Usage(frozenset(called - differentiated), no[1] & yes[1], frozenset(differentiated))
 
 
 def _agree(use: Usage, network: nn.Module, ranks: Ranks) -> Usage:
@@ -71,11 +77,12 @@ def _agree(use: Usage, network: nn.Module, ranks: Ranks) -> Usage:
     modules, parameters = ([name for name, _ in each] for each in (network.named_modules(), network.named_parameters()))
     unsure = [name not in use.modules for name in modules] + [name not in use.parameters for name in parameters]
     sure = [not flag for flag in ranks.max_values(unsure)]  # these ranks; a byte for each name
-    return Usage(frozenset(compress(modules, sure)), frozenset(compress(parameters, sure[len(modules) :])))
+    used = frozenset(compress(parameters, sure[len(modules) :]))
+    return Usage(frozenset(compress(modules, sure)), used, use.differentiated)
 
 
 def always_called_units(network: nn.Module, units: Iterable[str], use: Usage) -> list[str]:
-    """These units; instead of a unit that only some data call, the nearest module around it that is always called.
+    """These units; instead of one that only some data call, or that is differentiated, the nearest fitting around it.
 
     Where there is none but the network, what is in the unit belongs to the network as a whole.
     """
@@ -132,8 +139,8 @@ class _FixedAnswers(FakeMode):
         return [self._numbers(self._count(index)) for _ in range(index.dim())]
 
 
-def _use_in_forward(step: nn.Module, example: Any, answer: bool) -> tuple[Counter[str], frozenset[str]]:
-    """How often one forward calls each module, and which parameters a backward would reach."""
+def _use_in_forward(step: nn.Module, example: Any, answer: bool) -> tuple[Counter[str], frozenset[str], set[str]]:
+    """How often one forward calls each module; the parameters a backward would reach; modules one has gone through."""
     mode = _FixedAnswers(answer)
     network = step.get_submodule(NETWORK)
     fakes = fake_tensors(network, torch.device("cpu"), mode)
@@ -141,16 +148,25 @@ def _use_in_forward(step: nn.Module, example: Any, answer: bool) -> tuple[Counte
         fake.requires_grad_(tensor.requires_grad)
     copy = copy_step(step, fakes)
     calls: Counter[str] = Counter()
+    differentiated: set[str] = set()
     for name, module in copy.get_submodule(NETWORK).named_modules():
         module.register_forward_pre_hook(partial(_count, calls, name))
+        module.register_forward_hook(partial(_watch_gradient, differentiated, name))
     with mode:
         batch = map_tensors(example, lambda x: torch.empty(x.shape, dtype=x.dtype))
     reached = set(graph_leaves(tensors(copy(*batch))))
-    return calls, frozenset(name for name, x in network.named_parameters() if fakes[x] in reached)
+    return calls, frozenset(name for name, x in network.named_parameters() if fakes[x] in reached), {*differentiated}
 
 
 def _count(calls: Counter[str], name: str, *_: Any) -> None:
     calls[name] += 1
+
+
+def _watch_gradient(differentiated: set[str], name: str, _: nn.Module, __: Any, output: Any) -> None:
+    """Whoever takes a gradient through this output before the forward ends: the forward does it itself."""
+    for tensor in tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: differentiated.add(name))
 
 
 Places = dict[tuple[nn.Module, str], nn.Parameter]  # where a parameter is found once it is gathered → its shard

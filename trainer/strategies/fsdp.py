@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer.learning.task import Task
-from trainer.messages import Refusal
+from trainer.messages import Refusal, format_names
 from trainer.parallel.expert_parallel import ExpertRanks
 from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
 from trainer.parallel.module_units import find_units
@@ -98,7 +98,14 @@ class FSDPModel(ContextParallelModel):
     def unit_names(self) -> list[str]:
         # each unit is gathered before it runs, so no compiled graph can span two of them
         self._use = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
-        return always_called_units(self.network, find_units(self.network, self.plan), self._use)
+        units = find_units(self.network, self.plan)
+        self._notes = []
+        if through := [name for name in units if name in self._use.differentiated]:
+            self._notes = [
+                f"the forward takes gradients through {format_names(through, 5)}, so this is gathered with what is"
+                " around it, for the whole forward and backward; strategy=zero1 sends less"
+            ]
+        return always_called_units(self.network, units, self._use)
 
     @override
     def shard(self, names: list[str]) -> None:
@@ -124,6 +131,7 @@ class FSDPModel(ContextParallelModel):
                     error.add_note(
                         "A weight is used outside of the unit that holds it, where it is not gathered. Name units in"
                         " the network's plan, Plan(shard=(…)), each of which holds all that uses a weight of it."
+                        " Where the forward takes a gradient (torch.autograd.grad), use strategy=zero1."
                     )
                 raise
 
@@ -138,6 +146,11 @@ class FSDPModel(ContextParallelModel):
     def finish_gradients(self) -> None:
         self._unused.drop_gradients()
         super().finish_gradients()
+
+    @override
+    def heard(self) -> list[str]:
+        notes, self._notes = self._notes, []
+        return [*super().heard(), *notes]
 
     @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
