@@ -144,7 +144,7 @@ def apply_fully_shard(
     whole = shard(root, reshard_after_forward=again and not units)
     for look in looks if not again else ():
         root.register_forward_hook(look, prepend=True)  # the last one before they are released
-    for module in (*units, whole):
+    for module in (root, *map(network.get_submodule, names)):
         module.register_forward_hook(_refuse_second_derivatives, prepend=True)
     # one unit ahead is what torch does by itself
     if how.ahead > 1:
