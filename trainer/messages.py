@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
 
 _MAX_PROBLEMS = 10  # that one message shows
 
@@ -46,6 +48,13 @@ def join_problems(problems: Sequence[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; the name of its class where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def error_place(error: BaseException, *libraries: ModuleType) -> str:
+    """Where an error was raised in code of nobody of these: `in FILE:LINE`; empty where it is all theirs."""
+    inside = tuple(str(Path(str(module.__file__)).parent) for module in libraries)
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    return f"in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,13 @@ class HiddenSlope(Sloped):
     def forward(self, x: Tensor) -> Tensor:
         x.detach().numpy()
         return super().forward(x)
+
+
+class Unguarded(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return super().forward(x + slope)
 
 
 class WholeNumbers(Plain):
@@ -288,10 +296,18 @@ def test_where_it_would_learn_through_its_own_it_is_refused(processes: Processes
         assert "other parameters than its own" in said
 
 
-def test_a_derivative_with_a_graph_through_what_fsdp_releases_is_refused(processes: Processes) -> None:
-    for said in processes.run(2, refused, HiddenSlope, Case("fsdp", steps=1)):
-        assert said.startswith("a gradient is taken with create_graph=True")
-        assert "strategy=zero1 and strategy=ddp" in said
+@pytest.mark.parametrize(
+    ("network", "size", "word", "said"),
+    [
+        (HiddenSlope, 2, "fsdp", r"a gradient is taken with create_graph=True .* strategy=zero1 and strategy=ddp"),
+        (Unguarded, 1, "single", r"evaluations run without gradients, .*\.py:\d+ .*: with torch\.enable_grad\(\):"),
+    ],
+)
+def test_a_gradient_where_there_can_be_none_is_refused(
+    processes: Processes, network: type[nn.Module], size: int, word: str, said: str
+) -> None:
+    for refusal in processes.run(size, refused, network, Case(word, steps=1)):
+        assert re.match(said, refusal)
 
 
 class Codebook(nn.Module):

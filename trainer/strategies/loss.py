@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from typing_extensions import override
 
+import trainer
 from trainer.data.nested_tensors import cast_floats, map_tensors, replace_tensors, tensors
 from trainer.launch.devices import accumulation_dtype
 from trainer.learning.task import Task, loss_weight, refuse_task_gradients, task_weights_with_gradient
-from trainer.messages import Refusal, format_names
+from trainer.messages import Refusal, error_place, format_names
 from trainer.parallel.buckets import to_accumulator, to_summand
 from trainer.parallel.float8_linear import convert_to_float8
 from trainer.parallel.ranks import Ranks, gather_exceptions
@@ -279,6 +281,20 @@ def evaluation_sums(
     # a number that the host knows stays there: it costs no kernel
     sums |= {"loss": to_summand(loss) * weight, "weight": weight, "samples": samples}
     return sums
+
+
+@contextmanager
+def explain_no_gradient() -> Iterator[None]:
+    """Refusal where an evaluation fails because its forward, or the task, takes a gradient."""
+    try:
+        yield
+    except RuntimeError as error:
+        if torch.is_grad_enabled() or not re.search("does(n't| not) require grad", str(error)):
+            raise
+        raise Refusal(
+            f"evaluations run without gradients, and one is taken {error_place(error, torch, trainer)} ({error}). Write"
+            " around all code that it goes through: with torch.enable_grad(): (docs/extending.md)"
+        ) from error
 
 
 def zero_sums(sums: dict[str, Tensor | float]) -> dict[str, Tensor | float]:

@@ -40,6 +40,7 @@ from trainer.strategies.loss import (
     backward,
     check_first_gradients,
     evaluation_sums,
+    explain_no_gradient,
     loss_shares,
     name_losses,
     refuse_extra_state,
@@ -242,7 +243,7 @@ class ParallelModel:
         self.rng.begin_evaluation(batch.indices)
         self.compiler.begin_forward(self.network)
         autocast = self.machine.autocast(self.strategy.device)
-        with trial, self.rng, self.compute_context(), set_gather_span(batch.span), autocast:
+        with trial, self.rng, self.compute_context(), set_gather_span(batch.span), autocast, explain_no_gradient():
             inputs, targets = self.memory_format.cast((batch.inputs, batch.targets))
             sums = self.evaluate_batch(batch, inputs, targets)
         return sums if valid else zero_sums(sums)

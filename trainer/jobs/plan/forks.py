@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 import trainer
-from trainer.messages import FatalRunError, Refusal, first_line
+from trainer.messages import FatalRunError, Refusal, error_place, first_line
 
 # torch's names for an operator whose result depends on the values of tensors
 _READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
@@ -100,9 +99,7 @@ def _describe(error: BaseException) -> str:
     what = f"{type(error).__name__}: {first_line(error)}"
     if type(error).__name__ in _READS_VALUES:
         what = f"it reads values of tensors ({str(error).strip() or type(error).__name__}), which a plan does not have"
-    inside = tuple(os.path.dirname(str(module.__file__)) for module in (torch, trainer))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
-    return f"{what}, in {frames[-1].filename}:{frames[-1].lineno}" if frames else what
+    return f"{what}, {place}" if (place := error_place(error, torch, trainer)) else what
 
 
 def _result(pipe: Any) -> Any:
