@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from trainer.data.rng import mix_seeds, preserve_rng_state, seed_all
+from trainer.data.rng import SeededDataset, mix_seeds, preserve_rng_state, seed_all
 from trainer.messages import Refusal
 
 if TYPE_CHECKING:
@@ -59,6 +59,24 @@ def fingerprint_items(dataset: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+class ReadTwice(Dataset):
+    """For each index of a set, whether its item is another one when it is read again with the same seeds."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        # a copy: a file that an item opens must not be open in workers that are forked later
+        self._dataset, self._seed = copy(dataset), seed
+
+    def __getitem__(self, index: int) -> bool:
+        seeded, batch = SeededDataset(self._dataset, self._seed), find_batch_method(self._dataset)
+        read = (lambda at: batch(torch.tensor([at]))) if batch else (lambda at: seeded[0, at])
+        try:
+            with preserve_rng_state():
+                one, other = (dict(_leaves(_seeded(read, index, self._seed), "", exact=True)) for _ in range(2))
+        except Exception:  # whatever it is, training meets it too and has a better message
+            return False
+        return one != other
+
+
 def _make_item_reader(dataset: Any) -> Callable[[int], Any]:
     """What reads one item; as a batch of one, if the set is read in whole batches."""
     batch = find_batch_method(dataset)
@@ -74,34 +92,38 @@ def find_batch_method(dataset: Any) -> Callable[[Tensor], Any] | None:
 
 
 def _read_leaves(read: Callable[[int], Any], index: int, seed: int) -> dict[str, bytes]:
-    seed_all(mix_seeds(seed, index))  # what is random in an item differs between seeds, and shows
-    return dict(_leaves(read(index), ""))
+    return dict(_leaves(_seeded(read, index, seed), ""))  # what is random in an item differs between seeds, and shows
 
 
-def _leaves(item: Any, place: str) -> Iterator[tuple[str, bytes]]:
+def _seeded(read: Callable[[int], Any], index: int, seed: int) -> Any:
+    seed_all(mix_seeds(seed, index))
+    return read(index)
+
+
+def _leaves(item: Any, place: str, exact: bool = False) -> Iterator[tuple[str, bytes]]:
     """Every value of an item by its place there, as bytes; what has no values that one can see is left out."""
     if isinstance(item, (bytes, str, int, type(None))):
         yield place, repr(item).encode()
     elif isinstance(item, Mapping):
-        yield from (leaf for key in item for leaf in _leaves(item[key], f"{place}.{key}"))
+        yield from (leaf for key in item for leaf in _leaves(item[key], f"{place}.{key}", exact))
     elif isinstance(item, (list, tuple)):
-        yield from (leaf for key, value in enumerate(item) for leaf in _leaves(value, f"{place}.{key}"))
+        yield from (leaf for key, value in enumerate(item) for leaf in _leaves(value, f"{place}.{key}", exact))
     elif is_dataclass(item) and not isinstance(item, type):
         names = [field.name for field in fields(item)]
-        yield from (leaf for name in names for leaf in _leaves(getattr(item, name), f"{place}.{name}"))
+        yield from (leaf for name in names for leaf in _leaves(getattr(item, name), f"{place}.{name}", exact))
     elif isinstance(item, (float, Tensor)) or hasattr(item, "__array__") or hasattr(item, "__array_interface__"):
-        yield place, _array_bytes(item)  # an image of PIL is decoded here
+        yield place, _array_bytes(item, exact)  # an image of PIL is decoded here
 
 
-def _array_bytes(item: Any) -> bytes:
-    """The kind, the shape and the values of an array."""
+def _array_bytes(item: Any, exact: bool) -> bytes:
+    """The kind, the shape and the values of an array; of floating-point numbers, if not exact, their mean alone."""
     if isinstance(item, Tensor):
         item = item.detach().cpu()
         item = item.float() if item.is_floating_point() else item  # numpy has no bfloat16
     values = numpy.ascontiguousarray(item)
     if values.dtype.hasobject:
         content = b""  # addresses, which are different in each process
-    elif values.dtype.kind in "fc":
+    elif values.dtype.kind in "fc" and not exact:
         content = f"{numpy.abs(values).mean(dtype=numpy.float64):.4g}".encode() if values.size else b""
     else:
         content = values.tobytes()

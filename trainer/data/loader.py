@@ -22,11 +22,12 @@ from trainer.data.micro_batches import (
     describe_uncut,
     split_micro_batches,
 )
-from trainer.data.nested_tensors import named_tensors, select_rows, slice_rows, to_device
+from trainer.data.nested_tensors import has_rows, named_tensors, select_rows, slice_rows, to_device
 from trainer.data.rng import GOLDEN, Random, mix_bits, mix_seeds, to_int64
 from trainer.data.sampler import EpochOrder, RankSampler, RankSteps, dataset_size, split_evenly
 from trainer.messages import Refusal
 
+_LOOKED_AT = 8  # samples, to see whether they are of several sizes
 MIX_SEED = 0x6D6978  # so that the numbers of mixing (Data.mix) are others than those of augmenting
 
 
@@ -37,6 +38,10 @@ class RankBatches:
         self._data, self._sampler = data, sampler
         self._reader = SampleReader(data, dataset, sampler, options)
         self._micro_batches = choose_micro_batches(data, dataset, sampler, self._reader)
+
+    def read_lists(self, lists: Sequence[Tensor]) -> Iterator[DeviceBatch]:
+        """The batches of these lists of indices, as in the first epoch's training."""
+        return self._reader.read(0, lists, training=True)
 
     def read(
         self, epoch: int, order: Tensor, global_batch: int, parts: Sequence[range]
@@ -146,6 +151,32 @@ class TrainLoader:
         order = self._order(0)[:global_batch]
         ((_, inputs, targets),) = next(self._batches.read(0, order, global_batch, [range(size)]))
         return inputs, targets
+
+    def padded_sample(self) -> tuple[Batch, Batch] | None:
+        """A sample in a batch of its own, and as one beside it lets it be padded; the same two on every rank.
+
+        None where the first samples of the data are not padded, or it cannot be told.
+        """
+        if self._sampler.ranks * len(self._spans) == 1 or self.length < 2:
+            return None  # nobody pads differently
+        singles = [*self._batches.read_lists(self._order(0)[:_LOOKED_AT].split(1))]
+        shortest, longest = min(singles, key=_sizes), max(singles, key=_sizes)
+        if _sizes(shortest) == _sizes(longest):
+            return None
+        (together,) = self._batches.read_lists([torch.cat((shortest[0], longest[0]))])
+        if not all(has_rows(tree, 2) for tree in together[1:]):
+            return None
+        padded = split_micro_batches(together, [range(1)])[0]
+        span = range(self._sampler.ranks)
+        if _sizes(padded) != _sizes(shortest):
+            alone, beside = (Batch(*batch[1:], batch[0], span, len(span)) for batch in (shortest, padded))
+            return alone, beside
+        return None
+
+
+def _sizes(batch: DeviceBatch) -> list[tuple[int, ...]]:
+    """The shapes of a batch's tensors, without the samples."""
+    return [tuple(x.shape[1:]) for tree in batch[1:] for _, x in named_tensors(tree, "")]
 
 
 class EvalLoader:

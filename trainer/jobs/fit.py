@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer.data.class_names import read_class_names
 from trainer.jobs.build_trainer import make_checkpoints, make_mirror, make_trainer
+from trainer.jobs.data_checks import data_notes
 from trainer.jobs.doctor.host_facts import software_versions
 from trainer.jobs.out_of_memory import give_back_freed_memory, is_memory_tight, keep_freed_memory, memory_advice
 from trainer.jobs.plan_comparison import PlanComparison, planned_row
@@ -85,6 +86,9 @@ class Fit(Job):
             # values after the checkpoint was found: a network that is read back is not built first
             build_weights_on_main(run, start)
             trainer = make_trainer(run, checkpoints, log, stop, progress, comparison)
+            if start is None:  # a run that goes on has heard it
+                for note in data_notes(run, trainer):
+                    log.say(f"note        {note}")
             done = trainer.fit(start)
             return record_end(
                 run, trainer, stop, done, began, comparison

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.messages import Refusal
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.ranks import Ranks
 
@@ -18,6 +19,16 @@ class _Scope(NamedTuple):
 
     ranks: Ranks
     span: range | None = None
+
+
+class UnreachableRanks(Ranks):
+    """Ranks that cannot be asked: what needs the samples of others cannot be divided by hand."""
+
+    size = 2
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Refusal: nobody is there."""
+        raise Refusal("the task gathers rows of all ranks")
 
 
 _ALONE = nullcontext()  # one rank gathers its own rows wherever it is

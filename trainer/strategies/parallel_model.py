@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from trainer.parallel.optimizer_state import (
     refuse_checkpoint_shapes,
     restore_optimizer,
 )
-from trainer.parallel.ranks import Ranks
+from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.parallel.rng.compiled_rng import make_rng
 from trainer.parallel.rng.native_rng import TorchRNG
 from trainer.parallel.step_counters import StepCounters
@@ -51,6 +52,7 @@ from trainer.strategies.loss import (
 )
 from trainer.strategies.loss_scaler import NoScaler, Scaler, StepSkipper
 from trainer.strategies.machine import NOTHING, Machine
+from trainer.strategies.mean_check import MeanCheckingTask
 from trainer.strategies.rank_context import RankContext
 from trainer.strategies.step_timing import NoUtilization
 
@@ -72,6 +74,7 @@ class ParallelModel:
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True
+        self._notes: list[str] = []
         self.watch, self.average = strategy.watch, NoMovingAverage()
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
@@ -157,7 +160,8 @@ class ParallelModel:
 
     def heard(self) -> list[str]:
         """Sentences for the user about the steps since the last call."""
-        return [*self.rng.pop_notes(), *self.compiler.pop_notes()]
+        notes, self._notes = self._notes, []
+        return [*notes, *self.rng.pop_notes(), *self.compiler.pop_notes()]
 
     # the methods of a step
 
@@ -173,12 +177,27 @@ class ParallelModel:
         # weighted: a mean of the means of micro-batches would be wrong if these have different weights
         share_of = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
         first = refuse_replaced_parameters(self.network, self.strategy.world) if self.before_first_step else NOTHING
-        with first:
+        with first, self._watching_losses(len(batches)):
             sums = self.run_micro_batches(batches, step, share_of)
         self.watch.end_forward_backward()
         self.finish_gradients()
         self.scaler.observe_loss(sums["loss"])
         return sums
+
+    @contextmanager
+    def _watching_losses(self, micro_batches: int) -> Iterator[None]:
+        """Collective at its end, in a first step: is the loss the mean that a divided batch needs?"""
+        if not self.before_first_step or micro_batches * self.strategy.loss_group.size == 1:
+            yield
+            return
+        task, self.task = self.task, (checking := MeanCheckingTask(self.task, self.network))
+        try:
+            yield
+        finally:
+            self.task = task
+        with self.machine.autocast(self.strategy.device):
+            # all ranks; as a rule nothing
+            self._notes += gather_exceptions(self.strategy.world, checking.problem())[:1]
 
     def run_micro_batches(self, batches: list[Any], step: int, share_of: Callable[[int], Any]) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; returns this rank's part of the losses of the step."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.data.dataset_reader import LoaderOptions, make_reader
 from trainer.data.loader import MIX_SEED, Batch
-from trainer.data.nested_tensors import to_device
+from trainer.data.nested_tensors import has_rows, select_rows, to_device
 from trainer.data.rng import Random, mix_seeds
 from trainer.data.sampler import split_evenly
 from trainer.jobs.run_parts import PreparedRun
@@ -34,17 +34,31 @@ class BatchPart(NamedTuple):
 
 
 def read_batch_parts(
-    run: PreparedRun, ranks: int, micro_batches: int, epoch: int, indices: Tensor, training: bool
+    run: PreparedRun,
+    ranks: int,
+    micro_batches: int,
+    epoch: int,
+    indices: Tensor,
+    training: bool,
+    together: bool = False,
 ) -> Iterator[BatchPart]:
-    """The parts of a global batch, each read by itself, of one rank after the other."""
+    """The parts of a global batch, each read by itself, of one rank after the other.
+
+    together: rows of what is read at once instead, where a batch has rows; so all are padded to the same size.
+    """
     size = len(indices)
+    whole = _read(run, epoch, indices, torch.arange(size), training) if together else None
+    cuts = whole is not None and all(has_rows(tree, size) for tree in whole)
     for rank in (ImaginaryRank(number, ranks) for number in range(ranks)):
         # spans of the global batch, each divided over the ranks: (samples of this rank,)
         for span in split_evenly(size, min(micro_batches, size)):
             rows = torch.tensor([row for row in span if row % rank.size == rank.rank])
             if not len(rows):
                 continue
-            inputs, targets = _read(run, epoch, indices, rows, training)
+            if cuts:
+                inputs, targets = select_rows(whole, rows.to(run.strategy.device), size)
+            else:
+                inputs, targets = _read(run, epoch, indices, rows, training)
             batch = Batch(inputs, targets, indices[rows], span, size)
             yield BatchPart(batch, float(loss_weight(run.task, targets, len(rows))), rank)
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from trainer.data.nested_tensors import named_tensors
+from trainer.data.sampler import dataset_size, make_epoch_order
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.task import gathers_samples
 from trainer.messages import Refusal
+from trainer.verify.batch_parts import read_batch_parts
 from trainer.verify.comparison import Comparison, Tolerances, compare
 from trainer.verify.fixed_randomness import FixedRandomness
 from trainer.verify.plain_loop import Variation, run_plain_loop
@@ -24,6 +27,7 @@ from trainer.verify.verdict import (
     NO_RECOMPUTING,
     NO_RESUME,
     ONE_MICRO_BATCH,
+    PADDED_TOGETHER,
     PROCESSES_VISIBLE,
     RECREATED,
     REPEATED,
@@ -107,6 +111,8 @@ class Experiments:
             alone[DIVIDED] = self._differs(whole, divided)
             if alone[DIVIDED]:
                 reverse = Variation(ranks, micro_batches, frozen_norms=frozen, reverses=True)
+                together = Variation(ranks, micro_batches, frozen_norms=frozen, pads_together=True)
+                alone[PADDED_TOGETHER] = self._differs(whole, self._plain_loop(together)[0])
                 alone[REVERSED] = self._differs(divided, self._plain_loop(reverse)[0])
         return plain, generators, alone
 
@@ -194,7 +200,15 @@ class Experiments:
 
 def collect_facts(run: PreparedRun, strays: Collection[str]) -> RunFacts:
     """What else is known of the training that is compared."""
+    first = make_epoch_order(run.data, dataset_size(run.training), run.settings.seed, 0)[
+        : run.settings.loop.global_batch
+    ]
+    parts = read_batch_parts(run, run.strategy.data_group.size, run.batches.micro_batches, 0, first, training=True)
+    shapes = {
+        tuple(x.shape[1:] for _, x in named_tensors((part.batch.inputs, part.batch.targets), "")) for part in parts
+    }
     return RunFacts(
+        padded=len(shapes) > 1,
         data_ranks=run.strategy.data_group.size,
         micro_batches=run.batches.micro_batches,
         planned=run.strategy.world.size > run.strategy.data_group.size,

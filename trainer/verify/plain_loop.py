@@ -24,8 +24,7 @@ from trainer.learning.optimizer import init_momentum, parameter_groups, set_rate
 from trainer.learning.task import Task
 from trainer.learning.weight_switch import make_weight_switch
 from trainer.loop.progress import Progress
-from trainer.messages import Refusal
-from trainer.parallel.batch_gather import set_gather_ranks, set_gather_span
+from trainer.parallel.batch_gather import UnreachableRanks, set_gather_ranks, set_gather_span
 from trainer.parallel.batch_norm import local_batch_norms
 from trainer.parallel.buckets import to_accumulator
 from trainer.parallel.optimizer_state import optimizer_tensors
@@ -46,18 +45,10 @@ class Variation(NamedTuple):
     recreates: bool = False  # at the resume all but weights and the optimizer's memory is made anew
     frozen_norms: bool = False  # BatchNorm by its running statistics: they are somebody else's matter
     hides_processes: bool = True  # that there are other processes
+    pads_together: bool = False  # these parts are cut from one batch, and not collated each by itself
     reverses: bool = False  # the parts of a batch are computed in the other order
     evaluates: bool = True  # a small evaluation after each step, as a loop does after an epoch
     rehearses: bool = False  # a forward before the first step that leaves no trace in buffers, as strategies do
-
-
-class UnreachableRanks(Ranks):
-    """Ranks that cannot be asked: what needs the samples of others cannot be divided by hand."""
-
-    size = 2
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        raise Refusal("the task gathers rows of all ranks")
 
 
 def run_plain_loop(
@@ -258,7 +249,7 @@ class PlainLoop:
     def _parts(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[BatchPart]:
         """The parts of a global batch, as this variation divides it."""
         ranks, micro_batches = self.variation.ranks, self.variation.micro_batches
-        return read_batch_parts(self.run, ranks, micro_batches, epoch, indices, training)
+        return read_batch_parts(self.run, ranks, micro_batches, epoch, indices, training, self.variation.pads_together)
 
     def _set_mode(self, training: bool) -> None:
         for network, _ in self.of_ranks:

@@ -22,6 +22,7 @@ REPEATED, PROCESSES_VISIBLE, DIVIDED, RECREATED = (
 FIXED_RANDOMNESS, NO_RESUME, ONE_MICRO_BATCH = "random numbers", "the resume", "micro-batches"
 NO_RECOMPUTING, UNCOMPILED, SYNC_BN = "recomputing", "compiling", "strategy.sync_bn=true"
 # The plain loop, divided, with its parts in the other order; either of them, with no evaluation between the steps
+PADDED_TOGETHER = "divided, padded together"
 REVERSED, NO_EVALUATIONS = "divided, in the other order", "evaluations between the steps"
 
 # The plain loop after a forward that belongs to no step
@@ -78,6 +79,7 @@ class RunFacts:
     planned: bool  # do ranks share the work on one sample, as a plan says?
     native: bool  # are random numbers torch's own?
     kinds: Mapping[str, str]  # of the network's modules, by name
+    padded: bool = False  # are samples padded in one way on one rank, and in another way on another?
     strays: Collection[str] = ()  # notes about random draws for rows that are no samples
     stepping: str = ""  # the class of an optimizer that is not torch's, and is given shards
 
@@ -127,6 +129,14 @@ def explain_cause(first: FirstDifference, facts: RunFacts, results: ExperimentRe
             f"an evaluation before this step: {_USER_CAUSES[first.phase]} is another one without it, so something keeps"
             " what an evaluation has left"
         )
+    in_batch_norm = "BatchNorm" in facts.kinds.get(first.name, "") and first.phase == Phase.FORWARD
+    # cut from one batch the same samples are right; or statistics over all ranks are not those of one process
+    unmended = in_batch_norm and facts.padded and facts.micro_batches == 1 and not mended.get(SYNC_BN)
+    if alone.get(PADDED_TOGETHER) is False or unmended:
+        return (
+            "the data: collate pads the samples of a rank, or of a micro-batch, to the largest of these, and what"
+            " follows counts the padding (a BatchNorm, a mean); pad to one size in all batches, or mask the padding"
+        )
     if alone.get(DIVIDED):
         return _division_cause(first, facts, alone, mended)
     if alone.get(TRIAL_FORWARD):
@@ -171,7 +181,8 @@ def _division_cause(
         ),
         Phase.LOSS: (
             "the task: Task.loss must be the mean over the Task.weight units of its own samples. A sum, or a division"
-            f" by another number (of the batch, of ranks, of all words), depends on how a batch is divided.{by}"
+            " by another number (of the batch, of ranks, of all words), depends on how a batch is divided; so does one"
+            f" over pairs of samples (negatives of the batch), which trainer.gather brings together.{by}"
         ),
         Phase.GRADIENT: (
             "the network: a backward of its own (autograd.Function, a hook), or of the task's, that is not linear in"
