@@ -13,7 +13,8 @@ from trainer.learning.parallel_plan import Plan
 from trainer.learning.task import Task
 from trainer.messages import BadData, Refusal
 
-_IGNORED = -100  # a label that torch's cross entropy passes over
+_NO_LABEL = -(2**62)  # what torch's cross entropy is to pass over: nothing; -100 is no class either
+_MATRIX = 1000  # classes: of more a matrix takes gigabytes in each micro-batch, and no picture shows it
 
 
 class Classification(Task):
@@ -50,28 +51,35 @@ class Classification(Task):
             self._looked = True
             _refuse_strange(target, outputs)
         try:
-            total = functional.cross_entropy(output, target, reduction="sum", label_smoothing=self.label_smoothing)
+            total = functional.cross_entropy(output, target, reduction="sum", ignore_index=_NO_LABEL, label_smoothing=self.label_smoothing)
         except IndexError:  # the same on a CPU
             _refuse_strange(target, outputs)
             raise
         return total / max(target.shape[0], 1)
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """How many samples are right, and the confusion matrix: row = true class, column = class said."""
+        """How many samples are right, and the confusion matrix: row = true class, column = class said.
+
+        Of more than a thousand classes only how many samples of each there are, and how many of these are right.
+        """
         target = target.argmax(1) if target.dim() > 1 else target  # the true class is that with the largest share
         classes = torch.arange(output.shape[1], device=output.device)
         said = output.argmax(1)
-        truth, answer = target[:, None] == classes, said[:, None] == classes  # (B, classes)
+        truth, right = target[:, None] == classes, said == target  # (B, classes), (B,)
+        if output.shape[1] > _MATRIX:
+            return {"correct": right.sum(), "of_class": truth.sum(0), "right": (truth & right[:, None]).sum(0)}
+        answer = said[:, None] == classes  # (B, classes)
         # ones and zeros, exact in fp32 up to 16.7 million of them; in bf16, as autocast would have it, up to 256
         with torch.autocast(output.device.type, enabled=False):
             confusion = truth.float().T @ answer.float()
-        return {"correct": (said == target).sum(), "confusion": confusion}
+        return {"correct": right.sum(), "confusion": confusion}
 
     def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Loss, accuracy and macro accuracy over the whole set; classes that have no sample do not count."""
-        confusion = totals["confusion"].double()
-        samples = confusion.sum(1)
-        each = confusion.diagonal()[samples > 0] / samples[samples > 0]
+        confusion = totals.get("confusion")
+        samples = totals["of_class"] if confusion is None else confusion.double().sum(1)
+        right = totals["right"] if confusion is None else confusion.double().diagonal()
+        each = right[samples > 0].double() / samples[samples > 0].double()
         return {
             "loss": float(totals["loss"] / totals["weight"]),
             "accuracy": float(totals["correct"] / totals["samples"]),
@@ -85,7 +93,7 @@ class Classification(Task):
         return output.softmax(1, torch.float64 if output.dtype == torch.float64 else torch.float32)
 
     def confusion(self, totals: dict[str, Tensor]) -> Tensor | None:
-        """The confusion matrix that `metrics` has summed up, unless a derived task sums up others."""
+        """The confusion matrix that `metrics` has summed up; None of more than a thousand classes."""
         return totals.get("confusion")
 
     def plan(self, network: nn.Module) -> Plan:
@@ -95,7 +103,7 @@ class Classification(Task):
 
 def _refuse_strange(target: Tensor, outputs: int) -> None:
     """BadData where a label (B,) is none of those that the outputs stand for."""
-    wrong = (target >= outputs) | ((target < 0) & (target != _IGNORED))
+    wrong = (target >= outputs) | (target < 0)
     if target.dim() == 1 and wrong.any():  # not of shares, which are numbers from 0 to 1
         label = int(target[wrong][0])
         raise BadData(f"a label is {label}; the network's output is {outputs} wide, for labels from 0 to {outputs - 1}")
