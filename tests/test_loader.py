@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data
+from trainer.data import loader, sampler
 from trainer.data.dataset_reader import LoaderOptions, make_reader
 from trainer.data.loader import EvalLoader, TrainLoader, digest_indices
 from trainer.data.rng import SeededDataset
@@ -469,6 +470,26 @@ def test_an_order_of_ones_own_may_repeat_samples_and_decides_the_length() -> Non
 def test_an_order_that_is_none_is_refused(indices: Tensor) -> None:
     with pytest.raises(Refusal, match=r"NumberData.order\(0\) must be a list of indices in 0..9"):
         EpochOrder(NumberData(None, lambda epoch, generator: indices), Numbers(10), 0)
+
+
+class PlainData(NumberData):
+    order = Data.order
+
+
+@pytest.mark.parametrize("most", [10**8, 16])  # a permutation; a cipher of the places, which is computed slice by slice
+def test_an_order_has_every_sample_once_and_is_as_it_always_was(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(sampler, "_MOST_PERMUTED", most)
+    data = PlainData(Numbers(50))
+    order = EpochOrder(data, data.dataset, 5)
+    whole = order(1)[:]
+    assert (sorted(whole.tolist()), len(order(1))) == ([*range(50)], 50)
+    assert torch.equal(torch.cat([order(1)[:7], order(1)[7:50]]), whole)
+    assert not torch.equal(order(2)[:], whole)
+    assert whole[:5].tolist() == {10**8: [35, 5, 37, 28, 20], 16: [47, 38, 0, 1, 4]}[most]
+    monkeypatch.setattr(loader, "_SLICE", 24)  # two steps of 12
+    assert [i for step in stream(data, data.dataset).epoch(1) for batch in step for i in batch.indices] == whole[
+        :48
+    ].tolist()
 
 
 def test_an_order_must_stay_as_long() -> None:

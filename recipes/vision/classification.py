@@ -51,7 +51,9 @@ class Classification(Task):
             self._looked = True
             _refuse_strange(target, outputs)
         try:
-            total = functional.cross_entropy(output, target, reduction="sum", ignore_index=_NO_LABEL, label_smoothing=self.label_smoothing)
+            total = functional.cross_entropy(
+                output, target, reduction="sum", ignore_index=_NO_LABEL, label_smoothing=self.label_smoothing
+            )
         except IndexError:  # the same on a CPU
             _refuse_strange(target, outputs)
             raise

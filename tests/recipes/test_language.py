@@ -282,7 +282,7 @@ def test_the_curve_is_that_of_a_loop_by_hand(folder: Path) -> None:
     assert product(Launch(), folder, [*words, "strategy=single", "loop.log_every=1", f"run.dir={run}"]) == 0
     text = Text(length=64, stride=1)
     windows = text.train()
-    order = EpochOrder(text, windows, seed=0)(0)
+    order = EpochOrder(text, windows, seed=0)(0)[:]
     book = torch.cat([windows.batch(torch.arange(0, len(windows), 64))[0].flatten()]).to(torch.uint8)
     losses, _ = train(by_hand, book, order, steps, horizon=steps, warmup=10)
     assert [line["loss"] for line in lines(run) if line["kind"] == "train"] == pytest.approx(losses, abs=2e-5)

@@ -27,6 +27,7 @@ from trainer.data.rng import GOLDEN, Random, mix_bits, mix_seeds, to_int64
 from trainer.data.sampler import EpochOrder, RankSampler, RankSteps, dataset_size, split_evenly
 from trainer.messages import Refusal
 
+_SLICE = 2**22  # samples of an order that are dealt at once: it may be computed slice by slice
 _LOOKED_AT = 8  # samples, to see whether they are of several sizes
 MIX_SEED = 0x6D6978  # so that the numbers of mixing (Data.mix) are others than those of augmenting
 
@@ -132,13 +133,14 @@ class TrainLoader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The steps of one epoch, each a list of micro-batches; `start`: samples of its order that are done already."""
-        order = self._order(epoch)[start:]
-        steps = self._batches.read(epoch, order, self.global_batch, self._parts)
-        for step in steps:
-            yield [
-                Batch(inputs, targets, indices, span, self.global_batch)
-                for (indices, inputs, targets), span in zip(step, self._spans, strict=True)
-            ]
+        order = self._order(epoch)
+        some = max(1, _SLICE // self.global_batch) * self.global_batch
+        for at in range(start, len(order), some):
+            for step in self._batches.read(epoch, order[at : at + some], self.global_batch, self._parts):
+                yield [
+                    Batch(inputs, targets, indices, span, self.global_batch)
+                    for (indices, inputs, targets), span in zip(step, self._spans, strict=True)
+                ]
 
     def example(self) -> tuple[Any, Any]:
         """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches.
@@ -159,7 +161,7 @@ class TrainLoader:
         """
         if self._sampler.ranks * len(self._spans) == 1 or self.length < 2:
             return None  # nobody pads differently
-        singles = [*self._batches.read_lists(self._order(0)[:_LOOKED_AT].split(1))]
+        singles = [*self._batches.read_lists(self._order(0)[:_LOOKED_AT].long().split(1))]
         shortest, longest = min(singles, key=_sizes), max(singles, key=_sizes)
         if _sizes(shortest) == _sizes(longest):
             return None

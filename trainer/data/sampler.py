@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainer.data.data import Data
-from trainer.data.rng import mix_seeds
+from trainer.data.rng import GOLDEN, mix_bits, mix_seeds, to_int64
 from trainer.messages import Refusal
 
+_MOST_PERMUTED = 10**8  # samples: of more a permutation takes gigabytes and minutes, on every rank and in every epoch
 _ORDER_SEED = 0x6F72646572  # so that the numbers of the order are others than those of augmenting, dropout, …
 
 
@@ -25,9 +27,11 @@ class EpochOrder:
         """Refusal where the data set cannot be indexed, or the order is no list of its indices."""
         self._data, self._seed = data, seed
         self._size = dataset_size(dataset)
-        self.length = len(make_epoch_order(data, self._size, seed, 0))  # N of an epoch; every epoch has as many
+        # N of an epoch; every epoch has as many
+        default = type(data).order is Data.order
+        self.length = self._size if default else len(make_epoch_order(data, self._size, seed, 0))
 
-    def __call__(self, epoch: int) -> Tensor:
+    def __call__(self, epoch: int) -> Tensor | HugeOrder:
         """The indices of one epoch, in order."""
         indices = make_epoch_order(self._data, self._size, self._seed, epoch)
         if len(indices) != self.length:
@@ -37,12 +41,13 @@ class EpochOrder:
         return indices
 
 
-def make_epoch_order(data: Data, size: int, seed: int, epoch: int) -> Tensor:
+def make_epoch_order(data: Data, size: int, seed: int, epoch: int) -> Tensor | HugeOrder:
     """The order of one epoch: what the data says of its `size` samples, or a permutation. Refusal for no such list."""
-    generator = torch.Generator().manual_seed(mix_seeds(seed, _ORDER_SEED, epoch))
+    seed = mix_seeds(seed, _ORDER_SEED, epoch)
     # the default of Data.order would make the training set again to ask for its length
     if type(data).order is Data.order:
-        return torch.randperm(size, generator=generator)
+        return HugeOrder(size, seed) if size > _MOST_PERMUTED else _permutation(size, seed)
+    generator = torch.Generator().manual_seed(seed)
     # what a lab returns may be a list, or lie on a device; it must hold indices of the set: (N,) int64
     indices = torch.as_tensor(data.order(epoch, generator), dtype=torch.int64, device="cpu")
     if indices.dim() != 1 or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < size):
@@ -52,6 +57,43 @@ def make_epoch_order(data: Data, size: int, seed: int, epoch: int) -> Tensor:
             + (f" with {int(indices.min())}..{int(indices.max())}" if len(indices) else "")
         )
     return indices
+
+
+@lru_cache(maxsize=1)  # of 10⁸ samples it takes seconds, and several ask for it at a start
+def _permutation(size: int, seed: int) -> Tensor:
+    """(size,) of 32 bits where they are enough: the same numbers, in half of the memory."""
+    dtype = torch.int32 if size < 2**31 else torch.int64
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class HugeOrder:
+    """A permutation of so many numbers that a slice computes, without all the others: a cipher of the places.
+
+    Four rounds of a Feistel network over the next power of four; what falls beyond the size is enciphered again until
+    it does not (cycle walking; Black and Rogaway 2002).
+    """
+
+    size: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, places: slice) -> Tensor:
+        """(n,): the indices of these places."""
+        numbers = self._encipher(torch.arange(*places.indices(self.size)))
+        while (beyond := (numbers >= self.size).nonzero().flatten()).numel():
+            numbers[beyond] = self._encipher(numbers[beyond])
+        return numbers
+
+    def _encipher(self, numbers: Tensor) -> Tensor:
+        half = ((self.size - 1).bit_length() + 1) // 2  # bits
+        mask = 2**half - 1
+        left, right = numbers >> half, numbers & mask
+        for turn in range(4):
+            left, right = right, left ^ (mix_bits(right * to_int64(GOLDEN) + mix_seeds(self.seed, turn)) & mask)
+        return (left << half) | right
 
 
 def dataset_size(dataset: Any) -> int:
@@ -120,9 +162,9 @@ class RankSteps:
     rows: Tensor  # (steps, samples)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Row after row. Some thousands are made at once, because one at a time costs more."""
+        """Row after row, of int64. Some thousands are made at once, because one at a time costs more."""
         for part in self.rows.split(4096):
-            yield from part.unbind()
+            yield from part.long().unbind()
 
 
 def split_evenly(total: int, count: int) -> list[range]:

@@ -245,7 +245,8 @@ def refuse_missing_sinks(run: RunParts, evaluation: Any) -> None:
 
 def refuse_unrepeatable_order(data: Data, order: EpochOrder) -> None:
     """Refuse an order that another generator decides: after a resume the samples would be others."""
-    if type(data).order is not Data.order and not torch.equal(order(0), order(0)):
+    own = type(data).order is not Data.order
+    if own and not torch.equal(order(0)[:], order(0)[:]):
         raise Refusal(
             f"{type(data).__name__}.order(0) is another one when it is asked for again: it must follow from the epoch"
             " and the generator that it is given, as torch.randperm(n, generator=generator) does. Else a resumed run"

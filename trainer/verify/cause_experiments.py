@@ -200,9 +200,8 @@ class Experiments:
 
 def collect_facts(run: PreparedRun, strays: Collection[str]) -> RunFacts:
     """What else is known of the training that is compared."""
-    first = make_epoch_order(run.data, dataset_size(run.training), run.settings.seed, 0)[
-        : run.settings.loop.global_batch
-    ]
+    order = make_epoch_order(run.data, dataset_size(run.training), run.settings.seed, 0)
+    first = order[: run.settings.loop.global_batch].long()
     parts = read_batch_parts(run, run.strategy.data_group.size, run.batches.micro_batches, 0, first, training=True)
     shapes = {
         tuple(x.shape[1:] for _, x in named_tensors((part.batch.inputs, part.batch.targets), "")) for part in parts

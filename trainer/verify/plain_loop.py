@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainer.data.nested_tensors import cast_floats
-from trainer.data.sampler import dataset_size, make_epoch_order
+from trainer.data.sampler import HugeOrder, dataset_size, make_epoch_order
 from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.initial_weights import InitialWeights
 from trainer.jobs.preparation import read_data_sets, seeded_network
@@ -122,7 +122,7 @@ class PlainLoop:
         """So many steps from here in the data; after one of them a run resumes."""
         loop = self.run.settings.loop
         if self.variation.rehearses:
-            self._rehearse(self._order(0)[:2])
+            self._rehearse(self._order(0)[:2].long())
         self._record_values(0, Phase.INITIAL)
         evaluates = self.run.evaluation is not None and self.variation.evaluates
         if evaluates:  # a trial evaluation, as a run begins with one
@@ -130,7 +130,7 @@ class PlainLoop:
         progress = replace(progress)
         while progress.step < last:
             # the samples of this step: (global batch,)
-            indices = self._order(progress.epoch)[progress.position :][: loop.global_batch]
+            indices = self._order(progress.epoch)[progress.position : progress.position + loop.global_batch].long()
             step, epoch = progress.step, progress.epoch
             progress.advance(loop.global_batch, self.length)
             self.step(step, epoch, indices)
@@ -147,7 +147,7 @@ class PlainLoop:
         with preserve_untrained(self.network), self._forward(part) as (inputs, targets):
             self.run.task.loss(self.run.task.forward(self.network, inputs, targets), targets)
 
-    def _order(self, epoch: int) -> Tensor:
+    def _order(self, epoch: int) -> Tensor | HugeOrder:
         return make_epoch_order(self.run.data, self.size, self.run.settings.seed, epoch)
 
     def restart(self) -> None:
