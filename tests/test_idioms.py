@@ -73,6 +73,16 @@ class Halved(nn.Module):  # weights of 8 bits, as published ones often are
         return self.layer(x.bfloat16()) - 1
 
 
+class Spare(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self[0].requires_grad_(False)
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self[1](self[0](x))
+
+
 class Squares(Task):
     def loss(self, output, target):
         return (output.float() - target).square().mean()
@@ -83,7 +93,7 @@ class Squares(Task):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the lab in it."""
     place = tmp_path_factory.mktemp("idioms")
-    for key in ("data/numbers", "model/student", "model/halved", "task/squares"):
+    for key in ("data/numbers", "model/student", "model/halved", "model/spare", "task/squares"):
         path = place / "idioms" / "conf" / f"{key}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"_target_: idioms.lab.{path.stem.capitalize()}\n")
@@ -91,8 +101,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-WORDS = ("--config-dir", "idioms/conf", "data=numbers", "task=squares", "optimizer=sgd", "schedule=constant")
-WORDS += ("optimizer.momentum=0", "optimizer.nesterov=false", "optimizer.weight_decay=0", "loop.global_batch=32")
+WORDS = ["--config-dir", "idioms/conf", "data=numbers", "task=squares", "optimizer=sgd", "schedule=constant"]
+WORDS += ["optimizer.momentum=0", "optimizer.nesterov=false", "optimizer.weight_decay=0", "loop.global_batch=32"]
 
 
 def numbers() -> Tensor:
@@ -103,8 +113,8 @@ RANKS = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2}
 
 
 def trained(place: Path, run: Path, *words: str, processes: Processes | None = None, ranks: int = 1) -> Path:
-    words = (*WORDS, "loop.log_every=1", f"run.dir={run}", *words)
-    ended_as = processes.run(ranks, ended, place, words) if processes else [ended(Launch(), place, [*words])]
+    command = [*WORDS, "loop.log_every=1", f"run.dir={run}", *words]
+    ended_as = processes.run(ranks, ended, place, command) if processes else [ended(Launch(), place, command)]
     assert ended_as == ["0"] * ranks
     return run
 
@@ -121,8 +131,8 @@ def tensors(run: Path, step: int) -> dict[str, Tensor]:
 def test_an_evaluation_merges_nothing_that_is_saved_and_a_frozen_teacher_sleeps(
     place: Path, tmp_path: Path, processes: Processes, strategy: str
 ) -> None:
-    words = ("model=student", "loop.steps=4", "loop.eval_every=2", "ema.decay=0.5", "optimizer.lr=0.3")
-    words += (f"strategy={strategy}",)
+    words = ["model=student", "loop.steps=4", "loop.eval_every=2", "ema.decay=0.5", "optimizer.lr=0.3"]
+    words += [f"strategy={strategy}"]
     run = trained(place, tmp_path / "run", *words, processes=processes, ranks=RANKS[strategy])
     x, more, average, figures = numbers(), torch.zeros(4, 4), torch.zeros(4, 4), []
     for step in range(4):
@@ -152,3 +162,14 @@ def test_the_average_of_bf16_weights_has_the_bits_of_fp32(
     torch.testing.assert_close(tensors(run, 8)["ema/layer.weight"], average)
     assert lines(run, "eval")[-1]["ema_loss"] != lines(run, "eval")[-2]["ema_loss"]
     assert "layer.weight: learned in bf16 or fp16" in (run / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("strategy", quickly(RANKS, "single", "zero1"))
+def test_parameters_without_a_gradient_are_named_once(
+    place: Path, tmp_path: Path, processes: Processes, strategy: str
+) -> None:
+    words = ["model=spare", f"strategy={strategy}", "loop.steps=3", "checkpoint.whole=true"]
+    words += ["strategy.find_unused_parameters=true"] * (strategy == "ddp")
+    run = trained(place, tmp_path / "run", *words, processes=processes, ranks=RANKS[strategy])
+    said = (run / "logs" / "rank-0.log").read_text()
+    assert said.count("no gradient in the first step: spare.weight, spare.bias; if they are meant to learn") == 1

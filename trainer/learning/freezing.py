@@ -90,7 +90,7 @@ def _evaluated_parts(network: nn.Module) -> Iterator[nn.Module]:
 def _keep_in_evaluation(module: nn.Module) -> None:
     """In place: the class is exchanged, not the module, so that names, hooks and references stay."""
     if not isinstance(module, StaysInEvaluation):
-        module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type,assignment]  # no class is hashable
+        module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]  # no class is hashable
         module.eval()
 
 

@@ -18,7 +18,7 @@ from trainer.learning.optimizer import find_sparse_embeddings
 from trainer.learning.task import Task
 from trainer.messages import FatalRunError, Refusal, format_names
 from trainer.parallel.compile import without_compile
-from trainer.strategies.loss import FlatOutput, Forward, refuse_replaced_parameters, unflatten_output
+from trainer.strategies.loss import LOST_GRADIENTS, FlatOutput, Forward, refuse_replaced_parameters, unflatten_output
 from trainer.strategies.multi_process import Joined
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
@@ -81,7 +81,8 @@ class DDPModel(ParallelModel):
                 unused = self._trial_backward(self.step_module)
         if unused:
             raise Refusal(
-                f"these parameters get no gradient: {format_names(unused, 8)}; set strategy.find_unused_parameters=true"
+                f"these parameters get no gradient: {format_names(unused, 8)}; {LOST_GRADIENTS}; if not,"
+                " strategy.find_unused_parameters=true"
             )
         self._replica = DistributedDataParallel(
             FlatOutput(self.step_module),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,11 +68,26 @@ def to_precision(network: nn.Module, task: Task, machine: Machine) -> nn.Module:
     return network
 
 
-def check_first_gradients(task: Task, network: nn.Module, ranks: Ranks) -> None:
-    """Collective, before a first step: RuntimeError or Refusal if a step would not do with them what the loss says."""
+# of a gradient that does not come: torch warns of it once, and says no name
+LOST_GRADIENTS = (
+    "if they are meant to learn, look for checkpoint(…, use_reentrant=True) behind a frozen layer"
+    " (use_reentrant=False), detach() and no_grad()"
+)
+
+
+def check_first_gradients(task: Task, network: nn.Module, names: Collection[str], ranks: Ranks) -> list[str]:
+    """Collective, before a first step: RuntimeError or Refusal if a step would not do with them what the loss says.
+
+    names: of the whole network, of which this rank may hold a part. Returns a note on those without a gradient.
+    """
     _check_gradient_layouts(network)
     of_ranks = gather_exceptions(ranks, task_weights_with_gradient(task, network))  # all ranks; as a rule nothing
     refuse_task_gradients(task, next(filter(None, of_ranks), []))
+    # a rank may hold none of it, or give its gradient away: a 2 of anybody counts
+    has = {name: 1 if x.grad is None else 2 for name, x in network.named_parameters() if x.requires_grad}
+    largest = ranks.max_values([has.get(name, 0) for name in names])  # all ranks, once; a byte for each name
+    lost = [name for name, number in zip(names, largest, strict=True) if number == 1]
+    return [f"no gradient in the first step: {format_names(lost, 4)}; {LOST_GRADIENTS}"] if lost else []
 
 
 @contextmanager

@@ -79,6 +79,7 @@ class ParallelModel:
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
         self.switch = NoWeightSwitch()  # until there is an optimizer
+        self._notes: list[str] = []  # that nobody has heard yet
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # first the types of parameters and layers, which all that follows depends on
         network = to_precision(network, task, self.machine)
@@ -236,7 +237,7 @@ class ParallelModel:
         """Collective: unscale, clip to the true global norm (inf: not at all), step, zero. None: no norm."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.before_first_step:
-            check_first_gradients(self.task, self.network, self.strategy.world)
+            self._notes = check_first_gradients(self.task, self.network, self.shapes, self.strategy.world)
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
             # first, so that the norm is that of the true gradients; an overflow shows in it on every rank
