@@ -169,6 +169,13 @@ def test_another_runtime_takes_the_network(run: Path) -> None:
     assert torch.allclose(torch.from_numpy(answers), load_file("answers.safetensors")["output"], 0, 1e-5)
 
 
+def test_a_job_computes_as_many_samples_at_once_as_an_evaluation_of_the_training(trained: Path) -> None:
+    parts = build_run(["job=evaluate", f"run.dir={trained}", "device=cpu", "loop.micro_batch=20"], Launch())
+    with parts.strategy:
+        batches = make_eval_loader(parts, read_samples(parts, "evaluation", Launch())).batches()
+        assert max(len(batch.indices) for batch, _ in batches) == 4 * 20  # loop.eval_batch=null: four global batches
+
+
 def seen_by_the_network(run: Path) -> torch.Tensor:
     """All inputs of the evaluation set."""
     parts = build_run(["job=evaluate", f"run.dir={run}", "device=cpu"], Launch())

@@ -47,8 +47,7 @@ def divide_batch(
     micro_batch: samples of a rank at a time; if given, it decides the number of micro-batches, as few as possible.
     Refusal if the batch does not divide evenly, or with `uneven` if some micro-batch would have no sample.
     """
-    if micro_batch == "auto":  # a training's has become a number long before
-        raise Refusal("loop.micro_batch=auto: only a training plans how many samples fit; give a number")
+    micro_batch = _as_number(micro_batch)
 
     def divide(number: int, uneven: bool) -> BatchSizes | None:
         """With this number in the key that the user has set; None where it does not divide."""
@@ -75,6 +74,12 @@ def divide_batch(
     )
 
 
+def _as_number(micro_batch: int | Literal["auto"] | None) -> int | None:
+    if micro_batch == "auto":  # a training's has become a number long before
+        raise Refusal("loop.micro_batch=auto: only a training plans how many samples fit; give a number")
+    return micro_batch
+
+
 def more_micro_batches(batches: BatchSizes) -> int | None:
     """The next number of micro-batches that needs less memory; None: there is none."""
     total, ranks = batches.total, batches.ranks
@@ -89,6 +94,12 @@ def more_micro_batches(batches: BatchSizes) -> int | None:
 def evaluation_batch_size(loop: Loop) -> int:
     """Samples in one evaluation batch, over all ranks and micro-batches."""
     return loop.eval_batch or 4 * loop.global_batch
+
+
+def evaluation_micro_batches(loop: Loop, ranks: int) -> int:
+    """Into how many micro-batches an evaluation batch is divided: as many as a step has on so many data ranks."""
+    samples = _as_number(loop.micro_batch)
+    return loop.micro_batches if samples is None else -(-loop.global_batch // (ranks * samples))
 
 
 @dataclass(frozen=True)

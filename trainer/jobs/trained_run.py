@@ -21,7 +21,7 @@ from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader
 from trainer.data.rng import seed_all
 from trainer.data.sampler import RankSampler, dataset_size
-from trainer.jobs.batch_sizes import evaluation_batch_size
+from trainer.jobs.batch_sizes import evaluation_batch_size, evaluation_micro_batches
 from trainer.jobs.initial_weights import InitialWeights
 from trainer.jobs.preparation import prepare_network, prepare_process, read_data_sets, seeded_network
 from trainer.jobs.resume_decision import trained_class_names
@@ -175,8 +175,8 @@ def make_eval_loader(run: RunParts, samples: Any) -> EvalLoader:
     loop, loading = run.settings.loop, LoaderOptions(**vars(run.settings.loader))
     if dataset_size(samples) <= _FEW:
         loading = replace(loading, workers=0)
-    batch = evaluation_batch_size(loop)
-    return EvalLoader(run.data, samples, run.strategy.slice, batch, loop.micro_batches, loading)
+    batch, count = evaluation_batch_size(loop), evaluation_micro_batches(loop, run.strategy.slice.ranks)
+    return EvalLoader(run.data, samples, run.strategy.slice, batch, count, loading)
 
 
 # --- the checkpoint ---
