@@ -27,7 +27,7 @@ from trainer import Data, Task
 
 class Numbers(Data):
     def train(self):
-        return TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(32, 4))
+        return TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.arange(32) // 16)
 
     def evaluation(self):
         return self.train()
@@ -83,9 +83,20 @@ class Spare(nn.Sequential):
         return self[1](self[0](x))
 
 
+class Asked(Task):  # the mean over the samples that are asked, as cross_entropy(ignore_index=…) takes it
+    def __init__(self, counts):
+        self.counts = counts
+
+    def loss(self, output, asked):
+        return output[asked > 0].square().mean()
+
+    def weight(self, asked):
+        return asked.sum() if self.counts else len(asked)
+
+
 class Squares(Task):
     def loss(self, output, target):
-        return (output.float() - target).square().mean()
+        return output.float().square().mean()
 """
 
 
@@ -93,10 +104,10 @@ class Squares(Task):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the lab in it."""
     place = tmp_path_factory.mktemp("idioms")
-    for key in ("data/numbers", "model/student", "model/halved", "model/spare", "task/squares"):
+    for key in ("data/numbers", "model/student", "model/halved", "model/spare", "task/squares", "task/asked"):
         path = place / "idioms" / "conf" / f"{key}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"_target_: idioms.lab.{path.stem.capitalize()}\n")
+        path.write_text(f"_target_: idioms.lab.{path.stem.capitalize()}\n" + "counts: true\n" * (path.stem == "asked"))
     (place / "idioms" / "lab.py").write_text(LAB)
     return place
 
@@ -173,3 +184,17 @@ def test_parameters_without_a_gradient_are_named_once(
     run = trained(place, tmp_path / "run", *words, processes=processes, ranks=RANKS[strategy])
     said = (run / "logs" / "rank-0.log").read_text()
     assert said.count("no gradient in the first step: spare.weight, spare.bias; if they are meant to learn") == 1
+
+
+def test_what_counts_for_nothing_breaks_no_figure_and_a_mean_over_nothing_is_named(place: Path, tmp_path: Path) -> None:
+    words = ["model=spare", "task=asked", "loop.steps=1"]
+    figures = [
+        lines(trained(place, tmp_path / str(size), *words, f"loop.eval_batch={size}"), "eval")[0]["loss"]
+        for size in (4, 32)
+    ]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+    run = trained(place, tmp_path / "plain", *words, "loop.eval_batch=4", "task.counts=false")
+    said = (run / "logs" / "rank-0.log").read_text()
+    assert "evaluation: loss nan, from loss of samples 0, 1, 2, 3. Is it a mean over nothing?" in said
+    command = [*WORDS, *words, "loop.micro_batches=16", f"run.dir={tmp_path / 'broken'}"]
+    assert "of weight 0: micro-batch" in ended(Launch(), place, command)

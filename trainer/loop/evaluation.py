@@ -6,6 +6,8 @@ Around the task are, while it runs: `GatheringTask`, if the task has `gathered`;
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,16 +20,19 @@ from trainer.data.loader import Batch, EvalLoader
 from trainer.data.nested_tensors import map_tensors
 from trainer.learning.task import Task, TaskWrapper, gathers_samples, is_list_of_samples, unwrap_task
 from trainer.loop.media_logging import NoMediaLogger
-from trainer.messages import Refusal, did_you_mean, first_line, format_count
+from trainer.messages import Refusal, did_you_mean, first_line, format_count, format_names
 from trainer.parallel.batch_norm import norms_without_statistics
 from trainer.parallel.ranks import Ranks, gather_exceptions
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
+log = logging.getLogger(__name__)
+
 Batches = Iterable[tuple[Batch, int]]  # the micro-batches of an evaluation, and how many samples of each count
 Rows = Tensor | list[Any]  # of each sample: (N, …), or a list of N
 Piece = tuple[Tensor, Mapping[str, Rows]]  # of a micro-batch: the indices of its samples, and what is kept of them
 Shape = tuple[int, ...]
+Part = tuple[Tensor, Mapping[str, Tensor | float]]  # of a micro-batch: the indices of its samples, and its sums
 Totals = tuple[dict[str, Tensor], dict[str, Rows]]  # sums over a set, and what `gathered` keeps of its samples
 
 
@@ -277,9 +282,10 @@ def evaluate(
     RuntimeError if a sample was not counted exactly once.
     """
     metrics: dict[str, float] = {}
+    parts: list[Part] = []
     for prefix, weights in model.average.views():
         with weights:
-            totals = _compute_totals(strategy, model, loader.batches(), should_stop)
+            totals = _compute_totals(strategy, model, loader.batches(), should_stop, parts)
         if totals is None:
             return None
         sums, rows = totals
@@ -289,20 +295,53 @@ def evaluate(
         media.record_totals(prefix, task, sums | rows)
     # what follows from metrics (the best, an early end, a rate) must be the same on all ranks: a task may use random
     # numbers, and tensor ranks and stages add up in different orders
-    return strategy.world.broadcast_value(metrics)  # all ranks, once an evaluation; the main rank's count
+    metrics = strategy.world.broadcast_value(metrics)  # all ranks, once an evaluation; the main rank's count
+    if broken := [name for name, value in metrics.items() if math.isnan(value)]:
+        explanation = _explain_nan(strategy.world, broken, parts)
+        if strategy.world.is_main:
+            log.warning("%s", explanation)
+    return metrics
+
+
+def _explain_nan(ranks: Ranks, metrics: Sequence[str], parts: Sequence[Part]) -> str:
+    """Collective: of which samples the first sums are NaN, of each rank; or that all sums are numbers."""
+    broken = [(indices, [name for name, x in sums.items() if math.isnan(x)]) for indices, sums in parts]
+    found = [f"{', '.join(names)} of samples {format_names(map(str, at.tolist()), 8)}" for at, names in broken if names]
+    # all ranks, only where a figure is NaN; ranks that share samples say the same
+    of_ranks = ranks.all_gather_values((found[:1], len(found), len(parts)))
+    where = [*dict.fromkeys(text for texts, _, _ in of_ranks for text in texts)]
+    what = f"evaluation: {', '.join(metrics)} nan"
+    if not where:
+        return f"{what}: every sum is a number, so Task.finish has made it; has it divided 0 by 0?"
+    if all(count == of for _, count, of in of_ranks):
+        return f"{what}, in every micro-batch"
+    return (
+        f"{what}, from {'; '.join(where[:4])}. Is it a mean over nothing? Divide a sum by its count.clamp(min=1), and"
+        " return the count in Task.weight"
+    )
 
 
 def _compute_totals(
-    strategy: Strategy, model: ParallelModel, batches: Batches, should_stop: Callable[[], bool] | None = None
+    strategy: Strategy,
+    model: ParallelModel,
+    batches: Batches,
+    should_stop: Callable[[], bool] | None = None,
+    parts: list[Part] | None = None,
 ) -> Totals | None:
-    """Collective: the sums over these micro-batches of all ranks, and what is kept of samples; None: asked to stop."""
+    """Collective: the sums over these micro-batches of all ranks, and what is kept of samples; None: asked to stop.
+
+    parts: gets the sums of each micro-batch that are one number.
+    """
     votes, stopped = strategy.votes(), False
     sums: dict[str, Tensor | float] = {}
     with torch.no_grad(), gather_samples(model) as gathered:
         for batch, valid in gathered.observe(batches):
             if should_stop is not None:
                 votes.ask(should_stop())  # all ranks; it travels while the batch computes, and no GPU waits for it
-            _add_sums(sums, model.evaluate(batch, valid))
+            own = model.evaluate(batch, valid)
+            if parts is not None:
+                parts.append((batch.indices, {name: x for name, x in own.items() if not shape_of(x)}))
+            _add_sums(sums, own)
             if stopped := should_stop is not None and any(votes.read()):
                 break
     # at once: a network whose eval() merges weights is neither saved so, nor given its average so

@@ -130,9 +130,10 @@ class StepMonitor:
         """Take the numbers of the step just done. They stay on the device until a line is due."""
         # also between lines: the last report tells how much a kill has cost
         self._report("running", step)
-        tokens = sum(self._model.task.tokens(batch.targets) for batch in batches)
-        self._meter.add(parts, *self._model.scaler.loss_and_count(parts["loss"]), tokens)
-        self._lookout.record(step, batches, parts["loss"], self._model.scaler.norm_to_check(norm))
+        model = self._model
+        tokens = sum(model.task.tokens(batch.targets) for batch in batches)
+        self._meter.add(parts, *model.scaler.loss_and_count(parts["loss"]), tokens)
+        self._lookout.record(step, batches, parts["loss"], model.scaler.norm_to_check(norm), model.shares)
 
     def check(self, broken: bool, failed: bool = False) -> None:
         """Collective if a rank has found something, which all ranks know: NotFinite, or a warning for a step left out.

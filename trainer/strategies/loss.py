@@ -294,7 +294,10 @@ def evaluation_sums(
     if isinstance(weight, Tensor):
         weight = _as_device_tensor(loss.device, weight)
     # a number that the host knows stays there: it costs no kernel
-    sums |= {"loss": to_summand(loss) * weight, "weight": weight, "samples": samples}
+    total = to_summand(loss) * weight
+    if isinstance(weight, Tensor):  # the mean over nothing is NaN, and counts for nothing
+        total = torch.where(weight == 0, torch.zeros_like(total), total)
+    sums |= {"loss": total, "weight": weight, "samples": samples}
     return sums
 
 

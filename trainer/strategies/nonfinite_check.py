@@ -36,6 +36,7 @@ class RecordedStep(NamedTuple):
     indices: list[Tensor]  # of the data set, (samples,) for each micro-batch
     loss: Tensor  # this rank's part of the step's loss
     norm: Tensor | None  # of the whole gradient, the same on every rank; None: not measured
+    shares: Sequence[Tensor | float]  # of each micro-batch in the step
 
 
 class NonFiniteCheck:
@@ -47,9 +48,16 @@ class NonFiniteCheck:
         self._recorded: deque[RecordedStep] = deque(maxlen=MAX_RECORDED)
         self._reported: list[int] = []  # steps that were left out; the same on all ranks
 
-    def record(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor | None) -> None:
+    def record(
+        self,
+        step: int,
+        batches: list[Batch],
+        loss: Tensor,
+        norm: Tensor | None,
+        shares: Sequence[Tensor | float] = (),
+    ) -> None:
         """Take the numbers of the step just done; `norm`: None if an infinite one is no fault."""
-        self._recorded.append(RecordedStep(step, [batch.indices for batch in batches], loss, norm))
+        self._recorded.append(RecordedStep(step, [batch.indices for batch in batches], loss, norm, shares))
         self._look_at(loss if norm is None else loss + norm)  # both at once: NaN and infinity stay in a sum
 
     def _look_at(self, number: Tensor) -> None:
@@ -147,11 +155,18 @@ class NonFiniteCheck:
         return NotFinite(f"step {step}: {what}", "".join(read), then)
 
     def _samples(self, step: int) -> str:
-        """Which samples this rank has read in a step."""
-        indices = next((record.indices for record in self._recorded if record.step == step), None)
-        if indices is None:
+        """Which samples this rank has read in a step, and which of its micro-batches count for nothing."""
+        record = next((record for record in self._recorded if record.step == step), None)
+        if record is None:
             return "not known"
-        return format_names(map(str, torch.cat(indices).tolist()), MAX_NAMED)
+        names = format_names(map(str, torch.cat(record.indices).tolist()), MAX_NAMED)
+        empty = [str(number) for number, share in enumerate(record.shares, 1) if share == 0]
+        if not empty:
+            return names
+        return (
+            f"{names}\n  of weight 0: micro-batch {format_names(empty, 8)} of {len(record.shares)}; a mean over nothing"
+            " is nan: in Task.loss divide a sum by its count.clamp(min=1)"
+        )
 
     def _had_norm(self, step: int) -> bool:
         """Was the norm of this step checked? Also True if there was no such step."""

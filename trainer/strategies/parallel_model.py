@@ -80,6 +80,7 @@ class ParallelModel:
         half = self.machine.resolved_precision == "fp16"
         self.switch = NoWeightSwitch()  # until there is an optimizer
         self._notes: list[str] = []  # that nobody has heard yet
+        self.shares: list[Any] = []  # of each micro-batch in the last step
         self.scaler = Scaler(strategy.device, strategy.loss_group.size) if half else NoScaler()
         # first the types of parameters and layers, which all that follows depends on
         network = to_precision(network, task, self.machine)
@@ -176,6 +177,7 @@ class ParallelModel:
         self.counters.begin(self.network)
         self.scaler.begin()
         # weighted: a mean of the means of micro-batches would be wrong if these have different weights
+        self.shares = []
         share_of = loss_shares(self.task, batches, self.strategy.loss_group, self.strategy.device)
         first = refuse_replaced_parameters(self.network, self.strategy.world) if self.before_first_step else NOTHING
         with first, self._watching_losses(len(batches)):
@@ -217,6 +219,7 @@ class ParallelModel:
         """The forward of a micro-batch; adds its losses to `sums`, and returns what `backward` is called on."""
         losses = self.losses(forward, batch.inputs, batch.targets)
         fraction = share()  # after the forward: meanwhile the weights of all ranks have arrived
+        self.shares.append(fraction)
         accumulate_losses(sums, losses, fraction)
         # DDP and FSDP divide the sum of gradients by the number of data ranks: the factor undoes it
         return self.scaler.scale(scale_loss(losses["loss"], fraction * self.strategy.loss_group.size))

@@ -226,7 +226,8 @@ class PlainLoop:
                 with torch.no_grad(), self._forward(part) as (inputs, targets):
                     output = task.forward(network, inputs, targets)
                     loss = _loss_terms(task.loss(output, targets))["loss"]
-                    counts = {"loss": loss * part.weight, "weight": part.weight, "samples": len(part.batch.indices)}
+                    counted = loss * part.weight if part.weight else torch.zeros_like(loss)  # as in the loop
+                    counts = {"loss": counted, "weight": part.weight, "samples": len(part.batch.indices)}
                     for name, value in {**task.metrics(output, targets), **counts}.items():
                         sums[name] = sums.get(name, 0) + value  # int and int stay whole, as in the loop
         totals = {name: to_accumulator(value) for name, value in sums.items()}
