@@ -99,9 +99,8 @@ class FSDPModel(ContextParallelModel):
         # each unit is gathered before it runs, so no compiled graph can span two of them
         self._use = find_always_used(TaskNetwork(self.task, self.network), self.example, self.strategy.world)
         units = find_units(self.network, self.plan)
-        self._notes = []
         if through := [name for name in units if name in self._use.differentiated]:
-            self._notes = [
+            self._notes += [
                 f"the forward takes gradients through {format_names(through, 5)}, so this is gathered with what is"
                 " around it, for the whole forward and backward; strategy=zero1 sends less"
             ]
@@ -146,11 +145,6 @@ class FSDPModel(ContextParallelModel):
     def finish_gradients(self) -> None:
         self._unused.drop_gradients()
         super().finish_gradients()
-
-    @override
-    def heard(self) -> list[str]:
-        notes, self._notes = self._notes, []
-        return [*super().heard(), *notes]
 
     @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:

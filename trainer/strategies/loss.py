@@ -293,10 +293,11 @@ def evaluation_sums(
     sums = {name: to_summand(x) for name, x in task.metrics(output, targets).items()}
     if isinstance(weight, Tensor):
         weight = _as_device_tensor(loss.device, weight)
+        # the mean over nothing is NaN, and counts for nothing
+        total: Tensor | float = torch.where(weight == 0, 0.0, to_summand(loss) * weight)
+    else:
+        total = to_summand(loss) * weight if weight else 0.0
     # a number that the host knows stays there: it costs no kernel
-    total = to_summand(loss) * weight
-    if isinstance(weight, Tensor):  # the mean over nothing is NaN, and counts for nothing
-        total = torch.where(weight == 0, torch.zeros_like(total), total)
     sums |= {"loss": total, "weight": weight, "samples": samples}
     return sums
 

@@ -74,7 +74,6 @@ class ParallelModel:
     def __init__(self, strategy: RankContext, task: Task, network: nn.Module, example: Any) -> None:
         self.strategy, self.task, self.example = strategy, task, example
         self.machine, self.before_first_step = strategy.machine, True
-        self._notes: list[str] = []
         self.watch, self.average = strategy.watch, NoMovingAverage()
         self.work = NoUtilization()  # until the operations of a step were counted
         half = self.machine.resolved_precision == "fp16"
@@ -240,7 +239,7 @@ class ParallelModel:
         """Collective: unscale, clip to the true global norm (inf: not at all), step, zero. None: no norm."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.before_first_step:
-            self._notes = check_first_gradients(self.task, self.network, self.shapes, self.strategy.world)
+            self._notes += check_first_gradients(self.task, self.network, self.shapes, self.strategy.world)
         norm = None
         if max_norm is not None or self.scaler.needs_norm:
             # first, so that the norm is that of the true gradients; an overflow shows in it on every rank
