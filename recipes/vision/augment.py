@@ -107,7 +107,8 @@ def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], f
     """
     if len(mean) not in (1, images.shape[1]):
         raise Refusal(
-            f"mean and std have {len(mean)} values, the images {images.shape[1]} channels; expected 1 or as many"
+            f"data.augment.mean and data.augment.std have {len(mean)} values, the images {images.shape[1]} channels;"
+            " expected 1 or as many"
         )
     # exactly rounded passes in their order: products instead of quotients, or two in one, would round differently
     result = torch.empty(images.shape, dtype=torch.float32, device=images.device).copy_(images)

@@ -92,10 +92,7 @@ def decode(source: Any, size: int, channels: int, window: Window, draft: bool = 
         wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
         drafted = picture.draft(_MODES[channels], wanted) if draft else None
         shrunk = drafted[1][2] / width if drafted else 1.0
-        # of 16 bits PIL would keep what is below 256, and make white of all else
-        deep = picture.mode.startswith("I")
-        shallow = picture.point(lambda value: value * (1 / 257)).convert("L") if deep else picture
-        image = shallow.convert(_MODES[channels])
+        image = _shallow(picture).convert(_MODES[channels])
         box = left * shrunk, top * shrunk, min(right * shrunk, image.width), min(bottom * shrunk, image.height)
         square = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
         # upright by what the camera noted, as viewers do it: of a square that is cheap; a damaged note turns nothing
@@ -104,6 +101,24 @@ def decode(source: Any, size: int, channels: int, window: Window, draft: bool = 
     # (size, size, channels) as it lies in memory
     pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
     return pixels.permute(2, 0, 1).contiguous()
+
+
+def _shallow(picture: Any) -> Any:
+    """A picture of PIL with 8 bits a channel. ValueError where its numbers do not show which of them is white."""
+    if picture.mode[0] not in "IF":
+        return picture
+    white = 65535.0  # of 16 bits PIL would keep what is below 256, and make white of all else
+    if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
+        low, high = picture.getextrema()
+        if picture.mode == "F":
+            white = 1.0 if high <= 1 else 255.0
+        # whole numbers of 32 bits that are all small may be those of 8 bits, or a dark picture of more
+        if not 0 <= low <= high <= white or (picture.mode == "I" and 0 < high < 256):
+            raise ValueError(
+                f"its numbers of 32 bits go from {low:g} to {high:g}, and which one is white is not known; save it with"
+                " 8 or 16 bits, or as floating-point numbers from 0 to 1"
+            )
+    return picture.point(lambda value: value * (255 / white)).convert("L")
 
 
 def _regular(path: str, flags: int) -> int:

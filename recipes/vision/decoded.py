@@ -69,6 +69,11 @@ class DecodedPictures(Pictures):
         super().__init__(augment, repeat, balance)
         if not 0 <= bad_budget <= 1:
             raise Refusal(f"data.bad_budget is {bad_budget:g}; it is a fraction of the images, 0 to 1")
+        if len(augment.mean) not in (1, channels):
+            raise Refusal(
+                f"data.channels={channels}, and data.augment.mean and data.augment.std have {len(augment.mean)} values;"
+                " give one of each for all channels, such as data.augment.mean=[0.449] data.augment.std=[0.226]"
+            )
         for name, size in (("image_size", image_size), ("eval_image_size", eval_image_size)):
             if size is not None and size < 1:
                 raise Refusal(f"data.{name} is {size}; it is a number of pixels, 1 or more")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recipes.vision.augment import Augment
 from recipes.vision.decode import Windows
 from recipes.vision.decoded import DecodedPictures
-from recipes.vision.listing import Listing, list_pictures
+from recipes.vision.listing import Listing, describe_others, list_pictures
 from trainer.messages import Refusal, escape_line, expand_home
 
 _SHOWN = 5  # names of classes in a line
@@ -46,13 +46,15 @@ class ImageFolder(DecodedPictures):
         balance: float = 0.0,
         eval_image_size: int | None = None,
         image_sizes: list[list[int]] | None = None,
+        allow_empty: bool = False,
     ) -> None:
+        """allow_empty: may the folder `val` be without pictures of some classes?"""
         super().__init__(
             augment, window, image_size, eval_image_size, channels, on_bad, bad_budget, repeat, balance, image_sizes
         )
         if not 0 <= held_out < 1:
             raise Refusal(f"data.held_out is {held_out}; it is a fraction of the images, 0 or more and below 1")
-        self._held_out = held_out
+        self._held_out, self._allow_empty = held_out, allow_empty
         # where what lies; the classes are looked for when a network must know them, the files when they are read
         self._root = place = expand_home(root)
         self._train = place / "train" if (place / "train").is_dir() else place
@@ -75,7 +77,10 @@ class ImageFolder(DecodedPictures):
         more = ", …" if len(self.class_names) > _SHOWN else ""
         names = ", ".join(map(escape_line, self.class_names[:_SHOWN])) + more
         held_out = f"; no folder val, so data.held_out={self._held_out:g} of each is for evaluation"
-        return [f"classes {names}{held_out if self._val is None else ''}"]
+        left_out = (
+            [f"{others} left out: no pictures by their names"] if (others := describe_others(self._listings)) else []
+        )
+        return [f"classes {names}{held_out if self._val is None else ''}", *left_out]
 
     @cached_property
     def _paths(self) -> dict[bool, Paths]:
@@ -85,6 +90,7 @@ class ImageFolder(DecodedPictures):
                 f"data.num_classes={self.num_classes}, but {self._train} has {len(self.class_names)} folders of classes"
             )
         listing = list_pictures(self._train, self.class_names)
+        self._listings = [listing]  # that have been made
         if self._val is None:
             split = _held_out(listing, self._held_out)
             return {training: Paths(listing, part, self._root) for training, part in split.items() if len(part)}
@@ -92,7 +98,12 @@ class ImageFolder(DecodedPictures):
         if strange:
             names = ", ".join(map(escape_line, sorted(strange)[:5]))
             raise Refusal(f"{self._val} has classes that {self._train} has not: {names}")
-        listings = {True: listing, False: list_pictures(self._val, self.class_names)}
+        try:
+            evaluation = list_pictures(self._val, self.class_names, self._allow_empty)
+        except Refusal as error:
+            raise Refusal(f"{error}; data.allow_empty=true evaluates without such classes") from error
+        self._listings.append(evaluation)
+        listings = {True: listing, False: evaluation}
         return {key: Paths(every, numpy.arange(len(every.ends)), self._root) for key, every in listings.items()}
 
     def _sources(self, training: bool) -> Paths:

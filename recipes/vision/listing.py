@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +20,9 @@ from safetensors.numpy import save_file
 
 from recipes.vision.cached import cache_folder
 from recipes.vision.decode import ENDINGS
-from trainer.messages import Refusal, escape_line
+from trainer.messages import Refusal, escape_line, format_count
 
+_KINDS = 4  # of files in a line
 _KEPT = 64  # listings in the cache: 30 MB each for a million files
 _ATTEMPTS = 3  # to list folders that change meanwhile
 # Two changes within one tick of a file system's clock leave the same time: nanoseconds. FAT counts in 2 s.
@@ -41,17 +44,32 @@ class Listing:
     ends: NDArray[numpy.int64]  # (N,): where in `names` each name ends
     names: NDArray[numpy.uint8]  # (bytes,): the files' paths below the folder, without anything between them
     hashes: NDArray[numpy.uint32]  # (N,): CRC-32 of each file's own name
+    others: NDArray[numpy.uint8]  # (bytes,): JSON, the endings of files that are no pictures by their names → how many
 
     def name(self, at: int) -> bytes:
         """The path of a file below the folder."""
         return self.names[self.ends[at - 1] if at else 0 : self.ends[at]].tobytes()
 
 
-def list_pictures(folder: Path, classes: Sequence[str]) -> Listing:
-    """The pictures of each class, those in its subfolders too. Refusal where a class has none.
+def list_pictures(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Listing:
+    """The pictures of each class, those in its subfolders too. Refusal where a class has none, unless it may.
 
     Links are followed; hidden files are left out: macOS and Jupyter make copies of pictures.
     """
+    listing = _listed(folder, classes)
+    if (empty := numpy.flatnonzero(listing.counts == 0)).size and (not allow_empty or not listing.counts.any()):
+        place = folder / classes[empty[0]]
+        what = "has no pictures" if place.is_dir() else "is not there: a class of the training pictures"
+        there = (
+            f", and it has {found}"
+            if (found := describe_others([Listing(b"", **_list(folder, [place.name])[1])]))
+            else ""
+        )
+        raise Refusal(f"{escape_line(place)} {what}; expected files ending in {' '.join(ENDINGS)}{there}")
+    return listing
+
+
+def _listed(folder: Path, classes: Sequence[str]) -> Listing:
     place = cache_folder() / "listings" / f"{sha256(os.fsencode(folder.absolute())).hexdigest()[:32]}.safetensors"
     if (kept := _read(place, folder, classes)) is not None:
         return kept
@@ -72,15 +90,17 @@ def list_pictures(folder: Path, classes: Sequence[str]) -> Listing:
 def _list(folder: Path, classes: Sequence[str]) -> tuple[Folders, Arrays]:
     """The folders, as they were before they were read, and the arrays of a listing."""
     folders: Folders = {}
-    names, lengths, hashes, counts = bytearray(), [], [], []
+    names, lengths, hashes, counts, others = bytearray(), [], [], [], Counter[str]()
     skipped = len(os.fsencode(os.path.join(folder, "")))
     for name in classes:
         # as objects a million paths take 100 MB: only those of one class are held at a time, as bytes below the folder
-        pictures = (path for path in _files_below(folder / name, folders) if path.lower().endswith(ENDINGS))
-        files = sorted(os.fsencode(path)[skipped:] for path in pictures)
-        if not files:
-            what = "has no pictures" if (folder / name).is_dir() else "is not there: a class of the training pictures"
-            raise Refusal(f"{escape_line(folder / name)} {what}; expected files ending in {' '.join(ENDINGS)}")
+        files = []
+        for path in _files_below(folder / name, folders):
+            if path.lower().endswith(ENDINGS):
+                files.append(os.fsencode(path)[skipped:])
+            else:
+                others[os.path.splitext(path)[1].lower()] += 1
+        files.sort()
         names += b"".join(files)
         counts.append(len(files))
         lengths.append(numpy.fromiter(map(len, files), numpy.int64))
@@ -91,7 +111,18 @@ def _list(folder: Path, classes: Sequence[str]) -> tuple[Folders, Arrays]:
         "ends": numpy.concatenate(lengths).cumsum(),
         "names": numpy.frombuffer(names, numpy.uint8),
         "hashes": numpy.concatenate(hashes),
+        "others": numpy.frombuffer(json.dumps(others).encode(), numpy.uint8),
     }
+
+
+def describe_others(listings: Sequence[Listing]) -> str:
+    """How many files are no pictures by their names, as `12 files (10 .heic, 2 .gif)`; empty: none."""
+    counts = Counter[str]()
+    for listing in listings:
+        counts.update(json.loads(listing.others.tobytes()))
+    kinds = [f"{count:,} {ending or 'without an ending'}" for ending, count in counts.most_common(_KINDS)]
+    more = [f"{len(counts) - _KINDS} more kinds"] if len(counts) > _KINDS else []
+    return f"{format_count(counts.total(), 'file')} ({escape_line(', '.join(kinds + more))})" if counts else ""
 
 
 def _files_below(folder: Path, folders: Folders) -> Iterator[str]:
@@ -147,7 +178,7 @@ def _read(place: Path, folder: Path, classes: Sequence[str]) -> Listing | None:
     except (OSError, SafetensorError, KeyError, TypeError):  # also what another version has written
         return None
     wanted = {os.fsencode(folder / name) for name in classes}
-    whole = len(listing.counts) == len(classes) and int(listing.ends[-1]) == len(listing.names)
+    whole = len(listing.counts) == len(classes) and int(listing.ends[-1:].sum()) == len(listing.names)
     if not whole or states != current or not wanted <= {*folders}:
         return None
     with suppress(OSError):

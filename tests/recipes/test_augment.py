@@ -270,7 +270,7 @@ def test_amounts_that_cannot_be_are_refused(arguments, words):
 
 
 def test_a_mean_for_other_channels_is_refused():
-    with pytest.raises(Refusal, match="mean and std have 3 values, the images 1 channels"):
+    with pytest.raises(Refusal, match=r"augment.mean and data\.augment\.std have 3 values, the images 1 channels"):
         normalise(images(2, 1, 4), (0.1, 0.2, 0.3), (0.1, 0.2, 0.3))
 
 

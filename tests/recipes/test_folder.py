@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -285,6 +286,22 @@ def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> N
         data(tmp_path).train()
 
 
+def _lose(root: Path) -> Path:
+    (root / "val" / "bee" / "00.jpg").rename(root / "val" / "bee" / "00.heic")
+    return root
+
+
+def test_a_class_may_have_no_picture_in_val_and_other_files_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = _lose(write(tmp_path / "root", {"train": 4, "val": 1}))
+    words = [*WORDS, "data.allow_empty=true", "loop.steps=1", "schedule=constant", "log=[console]"]
+    assert here(f"data.root={place}", *words, f"run.dir={tmp_path / 'run'}") == 0
+    assert "1 file (1 .heic) left out: no pictures by their names" in capsys.readouterr().out
+    (line,) = lines(tmp_path / "run", "eval")
+    assert line["samples"] == 2
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -296,6 +313,8 @@ def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> N
         ),
         (lambda root: write(root, {"val": 1}), r"data\.root: .* has val: parts of a data set"),
         (lambda root: (root / "ant").mkdir(parents=True), "ant has no pictures; expected files ending in .jpg"),
+        (lambda root: write(root, {"": 1}, "gif"), r"ant has no pictures; .*\.webp, and it has 1 file \(1 \.gif\)"),
+        (lambda root: _lose(write(root, {"train": 1, "val": 1})), r"val/bee has no pictures; .*data\.allow_empty=true"),
     ],
 )
 def test_a_folder_without_pictures_is_refused(tmp_path: Path, make: Any, words: str) -> None:
@@ -353,6 +372,30 @@ def test_a_picture_of_16_bits_keeps_its_greys(tmp_path: Path) -> None:
     for channels in (1, 3):
         found = decode(tmp_path / "deep.png", 64, channels, lambda width, height: (0, 0, width, height))
         assert (found[0].float() - ramp.float() / 257).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "seen"),
+    [
+        (numpy.float32, (0.0, 0.5, 1.0), (0, 127, 255)),
+        (numpy.float32, (0.0, 100.0, 255.0), (0, 100, 255)),
+        (numpy.int32, (0, 257 * 100, 65535), (0, 100, 255)),
+        (numpy.int32, (0, 100, 255), None),  # of 8 bits, or dark
+        (numpy.int32, (0, 100, 70000), None),
+        (numpy.float32, (-1.0, 0.5, 1.0), None),
+        (numpy.float32, (numpy.nan, numpy.nan, numpy.nan), None),
+    ],
+)
+def test_a_picture_of_32_bits_is_scaled_by_what_it_holds_or_refused(
+    tmp_path: Path, kind: Any, values: tuple[float, ...], seen: tuple[int, ...] | None
+) -> None:
+    Image.fromarray(numpy.tile(numpy.array(values, kind), (3, 1))).save(tmp_path / "deep.tif")
+    window = WHOLE.evaluation
+    if seen is None:
+        with pytest.raises(ValueError, match="which one is white is not known; save it with 8 or 16 bits"):
+            decode(str(tmp_path / "deep.tif"), 3, 1, window)
+    else:
+        assert decode(str(tmp_path / "deep.tif"), 3, 1, lambda width, height: (0, 0, 3, 3))[0, 0].tolist() == [*seen]
 
 
 @pytest.mark.parametrize("ending", ["jpg", "png", "tif"])
