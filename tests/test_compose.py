@@ -94,7 +94,6 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("--lr=3", "--lr", "write optimizer.lr=3"),
     ("--global-batch=3", "--global_batch", "write loop.global_batch=3"),
     ("--optimizer.lr=3", "--optimizer.lr", "write optimizer.lr=3"),
-    ("schedule.warmup=1ep", "schedule.warmup=1ep", "an epoch has (training samples ÷ loop.global_batch)"),
     ("optimizer.betas=[a,b]", "optimizer.betas", "a list of numbers, like [0.9, 0.999]"),
     ("+extra=3", "extra", "no such key"),
     ("~loop.epochs", "loop.epochs", "cannot be removed"),

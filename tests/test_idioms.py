@@ -198,3 +198,10 @@ def test_what_counts_for_nothing_breaks_no_figure_and_a_mean_over_nothing_is_nam
     assert "evaluation: loss nan, from loss of samples 0, 1, 2, 3. Is it a mean over nothing?" in said
     command = [*WORDS, *words, "loop.micro_batches=16", f"run.dir={tmp_path / 'broken'}"]
     assert "of weight 0: micro-batch" in ended(Launch(), place, command)
+
+
+def test_a_warm_up_counts_epochs_too_and_a_long_one_is_said(place: Path, tmp_path: Path) -> None:
+    words = ["model=spare", "loop.global_batch=16", "loop.steps=10", "optimizer.lr=1"]
+    run = trained(place, tmp_path / "run", *words, "schedule=constant", "schedule.warmup=2ep")  # of two steps
+    assert curve(run, "lr") == [0.25, 0.5, 0.75, *[1.0] * 7]
+    assert "schedule.warmup is 4 of 10 steps, 40% of the run" in (run / "logs" / "rank-0.log").read_text()

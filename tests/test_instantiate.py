@@ -276,7 +276,7 @@ class TestWhatIsBuilt:
             {
                 "strategy": {"_target_": "trainer.strategies.single.Single"},
                 "model": {"_target_": "biolab.net.Broken"},
-                "schedule": {"_target_": "trainer.learning.schedule.Cosine", "warmup": 1.5},
+                "schedule": {"_target_": "trainer.learning.schedule.Cosine", "reference_batch": 1.5},
                 "data": {"_target_": "biolab.net.Cells", "classes": "two"},
             }
         )
@@ -284,7 +284,7 @@ class TestWhatIsBuilt:
         with pytest.raises(Refusal) as caught:
             check_groups(cfg, kinds, names)
         assert str(caught.value).splitlines() == [
-            "schedule.warmup=1.5: Cosine expects a whole number",
+            "schedule.reference_batch=1.5: Cosine expects a whole number or null",
             "data.classes=two: Cells expects a whole number",
         ]
 

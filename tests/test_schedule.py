@@ -94,6 +94,7 @@ def test_the_reference_batch_scales_the_rate():
     ("arguments", "words"),
     [
         ({"warmup": -1}, "warmup is -1"),
+        ({"warmup": "1epoch"}, "warmup is 1epoch; it counts optimizer steps, 0 or more, or epochs"),
         ({"reference_batch": 0}, "reference_batch is 0"),
         ({"decay": 2.0}, "decay is 2"),
         ({"decay_steps": -1}, "decay_steps is -1"),

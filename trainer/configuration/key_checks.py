@@ -320,6 +320,7 @@ def find_type_errors(
         same_target = composed_values.get(f"{above}._target_") == values.get(f"{above}._target_")
         ours = str(values.get(f"{above}._target_")).startswith(("trainer.", "recipes.", "torch.optim."))
         in_group = path.split(".")[0] in GROUPS and not last.isdecimal()
+        in_group &= path != "schedule.warmup"  # steps, or epochs (5ep)
         if value == wanted or value is None or wanted is None or not (in_group and same_target and ours):
             continue
         of_numbers = isinstance(wanted, list) and wanted and all(is_valid(item, float) for item in wanted)

@@ -73,6 +73,7 @@ def prepare(run: RunParts) -> PreparedRun:
     unit = ranks if loop.uneven else ranks * (batches.largest if loop.micro_batch else batches.micro_batches)
     length = compute_length(order.length, loop.global_batch, loop.epochs, loop.steps, unit)
     refuse_profile_window(settings.profile, length.steps)
+    run.schedule.set_epoch_length(length.per_epoch)
     run.schedule.check(length.steps, length.per_epoch)
     refuse_missing_evaluation(run, evaluation)
     refuse_missing_sinks(run, evaluation)

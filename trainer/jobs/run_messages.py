@@ -46,7 +46,12 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
     strategy, machine = run.strategy, run.machine
     count, learn = sum(parameter.numel() for parameter in run.network.parameters()), count_trainable(run.network)
     frozen = f", of which {learn:,} are trained" if learn < count else ""
-    never_full = run.schedule.warmup > run.length.steps
+    warmup, steps = run.schedule.count_warmup(), run.length.steps
+    late = "the run ends before schedule.warmup: no step has the full rate"
+    if warmup <= steps:
+        late = f"schedule.warmup is {warmup:,} of {steps:,} steps, {warmup / steps:.0%} of the run"
+        if isinstance(run.schedule.warmup, int):
+            late += "; in epochs (schedule.warmup=1ep) it stays the same part with another batch"
     evaluated = format_count(dataset_size(run.evaluation), "sample") if run.evaluation is not None else ""
     return [
         f"run folder  {run.folder.path}",
@@ -59,7 +64,7 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
         f"evaluation  {evaluated or 'none: the data has no evaluation set'}",
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {run.schedule.label}",
-        *(["note        the run ends before schedule.warmup: no step has the full rate"] if never_full else []),
+        *([f"note        {late}"] if warmup > steps / 3 else []),
         *run.initial.lines,
         *([f"note        every rank builds the whole network first: {run.whole_because}"] if run.whole_because else []),
         *[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,15 +45,18 @@ class Schedule(StatelessSchedule, ABC):
     Steps and epochs count from 0. The horizon is the number of steps of the whole run. A subclass defines `at`.
     """
 
-    warmup: int = 0  # optimizer steps of linear warm-up; the first step has 1 / warmup of the learning rate
+    warmup: int | str = (
+        0  # optimizer steps of linear warm-up, or epochs (5ep); the first step has 1 / steps of the rate
+    )
     reference_batch: int | None = None  # the learning rate is multiplied by global batch / this; None: not scaled
 
     needs_horizon: ClassVar[bool] = True  # does a longer run have other learning rates?
     needs_figures: ClassVar[bool] = False  # does it use the metrics of evaluations?
+    _epoch_steps = 0  # until they are known
 
     def __post_init__(self) -> None:
-        if self.warmup < 0:
-            raise Refusal(f"schedule.warmup is {self.warmup}; it counts optimizer steps, 0 or more")
+        if not re.fullmatch(r"\d+(ep)?", str(self.warmup)):
+            raise Refusal(f"schedule.warmup is {self.warmup}; it counts optimizer steps, 0 or more, or epochs (5ep)")
         if self.reference_batch is not None and self.reference_batch < 1:
             raise Refusal(f"schedule.reference_batch is {self.reference_batch}; it counts samples, or is null")
 
@@ -61,13 +65,22 @@ class Schedule(StatelessSchedule, ABC):
         """Its name in the output of a run."""
         return type(self).__name__.lower()
 
+    def set_epoch_length(self, steps: int) -> None:
+        """How many steps an epoch has, for a warm-up in epochs."""
+        self._epoch_steps = steps
+
+    def count_warmup(self) -> int:
+        """The optimizer steps of the warm-up."""
+        return self.warmup if isinstance(self.warmup, int) else int(self.warmup.removesuffix("ep")) * self._epoch_steps
+
     def __call__(self, step: int, epoch: int, horizon: int) -> float:
         """The factor of the learning rate for this step of this epoch."""
-        if step < self.warmup:
-            return self.warming((step + 1) / self.warmup)  # the first step has 1 / warmup, so that it learns, too
+        warmup = self.count_warmup()
+        if step < warmup:
+            return self.warming((step + 1) / warmup)  # the first step has 1 / warmup, so that it learns, too
         # a run may end in its warm-up, and a longer one than planned stays at the end
-        left = horizon - self.warmup
-        return self.at(step, epoch, min((step - self.warmup) / left, 1.0) if left > 0 else 1.0)
+        left = horizon - warmup
+        return self.at(step, epoch, min((step - warmup) / left, 1.0) if left > 0 else 1.0)
 
     def scale(self, global_batch: int) -> float:
         """The factor for this global batch, the same at every step."""
@@ -174,14 +187,15 @@ class WSD(Schedule):
 
     def check(self, steps: int, per_epoch: int) -> None:
         """Refuse a decay that would begin before the warm-up has ended."""
-        if self.decay_steps and self.warmup + self.decay_steps > steps:
+        warmup = self.count_warmup()
+        if self.decay_steps and warmup + self.decay_steps > steps:
             raise Refusal(
-                f"schedule.warmup {self.warmup:,} + schedule.decay_steps {self.decay_steps:,} is more than the"
-                f" {steps:,} steps of the run (loop.steps); schedule.decay_steps={max(steps - self.warmup, 0)} fits"
+                f"schedule.warmup {warmup:,} + schedule.decay_steps {self.decay_steps:,} is more than the"
+                f" {steps:,} steps of the run (loop.steps); schedule.decay_steps={max(steps - warmup, 0)} fits"
             )
 
     def __call__(self, step: int, epoch: int, horizon: int) -> float:
-        if self.decay_steps is None or step < self.warmup:
+        if self.decay_steps is None or step < self.count_warmup():
             return super().__call__(step, epoch, horizon)
         into = min(max(step - (horizon - self.decay_steps), 0), self.decay_steps)  # steps of the decay
         return 1 - (1 - self.final) * into / self.decay_steps if into else 1.0
@@ -299,7 +313,7 @@ class TorchSchedule(Schedule):
 
     def __call__(self, step: int, epoch: int, horizon: int) -> float:
         """The factor for this step; in the warm-up a growing part of what the scheduler says."""
-        return min((step + 1) / max(self.warmup, 1), 1.0) * self.at(step, epoch, 1.0)
+        return min((step + 1) / max(self.count_warmup(), 1), 1.0) * self.at(step, epoch, 1.0)
 
     def at(self, step: int, epoch: int, done: float) -> float:
         """What the scheduler says, as a part of the optimizer's rate."""
