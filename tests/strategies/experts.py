@@ -118,3 +118,22 @@ class Dropped(nn.Module):
             if not self.training or self.dice.random() < 0.7:
                 x = x + layer(x)
         return self.head(x)
+
+
+class Windows(nn.Module):
+    """An evaluation goes over a picture in as many windows as it needs: other ranks call the layers less often."""
+
+    def __init__(self, num_classes: int = 10, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(64, width), nn.Linear(width, num_classes)
+        self.layers = nn.ModuleList(expert(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.flatten(1))  # (B, width)
+        windows = 1 if self.training or not dist.is_initialized() else 2 + dist.get_rank()
+        return torch.stack([self._window(x) for _ in range(windows)]).mean(0)
+
+    def _window(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)

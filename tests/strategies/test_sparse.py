@@ -22,6 +22,7 @@ NETWORKS = {
     "flat": "Flat",
     "thrown": "Thrown",
     "dropped": "Dropped",
+    "windows": "Windows",
 }
 
 
@@ -52,11 +53,15 @@ SPREAD = [
     (2, "zero1", []),
     (2, "ddp", ["strategy.find_unused_parameters=true"]),
 ]
-CASES = [(network, *spread) for network in ("blocks", "flat") for spread in SPREAD] + [("named", 2, "fsdp", [])]
+WINDOWS = [(2, "fsdp", own) for own in ([], ["strategy.reshard_after_forward=false"])]
+CASES = [(network, *spread) for network in ("blocks", "flat") for spread in SPREAD]
+CASES += [("named", 2, "fsdp", []), *[("windows", *spread) for spread in WINDOWS]]
 
 
-@pytest.mark.parametrize(("network", "size", "strategy", "own"), quickly(CASES, ("blocks", 2, "fsdp", [])))
-def test_a_mixture_of_experts_trains_as_in_one_process(
+@pytest.mark.parametrize(
+    ("network", "size", "strategy", "own"), quickly(CASES, *[(name, 2, "fsdp", []) for name in ("blocks", "windows")])
+)
+def test_layers_that_some_samples_use_train_as_in_one_process(
     processes: Processes, home: Path, network: str, size: int, strategy: str, own: list[str]
 ) -> None:
     words = [f"model={network}"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,11 +25,18 @@ from trainer.parallel.ranks import GROUP_TIMEOUT, Ranks
 _ANSWER_TIMEOUT = timedelta(seconds=30)  # for ranks that have done the same as ever: they do not come
 
 
+class DifferentCalls(FatalRunError):
+    """Ranks call different units; all of them raise it in the same call."""
+
+
 class SameCallsCheck:
     """Checks that all ranks call the same units in the same order, before FSDP gathers the next one.
 
     A call that has always been the same costs nothing: it is what all others wait for. Where it is another one, or
     where there were several, the ranks ask each other first. Else each would compute with parts of others.
+
+    An evaluation may call units several times (windows over a large image), and each rank by its own samples. So there
+    the ranks also ask each other where a forward ends.
     """
 
     def __init__(
@@ -38,7 +46,9 @@ class SameCallsCheck:
         self._network, self._ranks = network, ranks
         self._names = ["nothing more", *units]
         self._agreed: dict[bool, list[set[int]]] = {True: [], False: []}  # in training; in evaluation
-        self._at = 0  # the number of the next call
+        self._called: list[int] = []  # in this forward
+        self.repeats = False  # has an evaluation called a unit several times in a forward?
+        self.ignores_evaluations = False  # where all is gathered beforehand, a call gathers nothing
         if ranks.size > 1 and units:
             self._ranks = ranks.duplicate(patience)  # a gather may be under way
             root.register_forward_pre_hook(self._begin)
@@ -49,47 +59,52 @@ class SameCallsCheck:
 
     @torch.compiler.disable
     def _begin(self, *_: Any) -> None:
-        self._at = 0
+        self._called = []
 
     @torch.compiler.disable
     def _call(self, number: int, *_: Any) -> None:
-        if in_backward():  # what is computed again has been called before
+        training = self._network.training
+        # what is computed again has been called before
+        if in_backward() or (self.ignores_evaluations and not training):
             return
-        agreed = self._agreed[self._network.training]
-        if self._at == len(agreed):
+        agreed, at = self._agreed[training], len(self._called)
+        if at == len(agreed):
             agreed.append(set())
-        if agreed[self._at] != {number}:
-            self._agree(number, agreed[self._at])
-            agreed[self._at].add(number)
-        self._at += 1
+        may_end = not training and agreed[at] <= {0}
+        if agreed[at] != {number} or may_end:
+            self._agree(number, set() if may_end else agreed[at], not training and number in self._called)
+            agreed[at].add(number)
+        self._called.append(number)
 
-    def _agree(self, number: int, before: set[int]) -> None:
-        """Collective of the ranks that have come: Told where they do not call the same."""
+    def _agree(self, number: int, before: set[int], again: bool) -> None:
+        """Collective of the ranks that have come: DifferentCalls where they do not call the same."""
         only = len(before) == 1  # whoever calls that does not ask
-        vote = self._ranks.vote([number, -number], _ANSWER_TIMEOUT if only else GROUP_TIMEOUT)  # these ranks; 16 bytes
+        wait = _ANSWER_TIMEOUT if only else GROUP_TIMEOUT
+        vote = self._ranks.vote([number, -number, int(again)], wait)  # these ranks; 24 bytes
         try:
-            most, least = vote.read()
+            most, least, any_again = vote.read()
         except RuntimeError as error:
             if not only:
                 raise
             others = f"{self._names[before.pop()]} on others, as before"
             here = f"{self._names[number]} on rank {self._ranks.rank}"
             raise FatalRunError(_different_calls([here, others])) from error
+        self.repeats |= bool(any_again)
         if most != -least:
             names = [self._names[each] for each in self._ranks.all_gather_values(number)]  # these ranks
             callers: dict[str, list[str]] = {}
             for rank, name in enumerate(names):
                 callers.setdefault(name, []).append(str(rank))
             calls = [f"{name} on rank {', '.join(ranks)}" for name, ranks in callers.items()]
-            raise FatalRunError(_different_calls(calls))
+            raise DifferentCalls(_different_calls(calls))
 
 
 def _different_calls(calls: Sequence[str]) -> str:
     return (
         f"data ranks call different modules: {'; '.join(calls)}. Each of them is a unit, which ranks gather together:"
-        " they would compute with parts of different ones. Where a network chooses its layers by a rank's own samples"
-        " or random numbers, its plan must name the module around the choice, Plan(shard=(…)), so that it is one unit;"
-        " or use strategy=zero1, which gathers nothing"
+        " they would compute with parts of different ones. Use strategy=zero1, which gathers nothing. Or, where a"
+        " network chooses its layers by a rank's own samples or random numbers, name the module around the choice in"
+        " its plan, Plan(shard=(…)), so that it is one unit"
     )
 
 
@@ -109,7 +124,7 @@ class Sharding:
 
 def apply_fully_shard(
     root: nn.Module, network: nn.Module, names: list[str], mesh: DeviceMesh, how: Sharding
-) -> FSDPModule:
+) -> tuple[FSDPModule, list[Unit]]:
     """Collective over the mesh: every parameter becomes a DTensor of which each rank holds a shard, in place.
 
     The units of `network` that are named are gathered and released one by one, the rest of it with `root`, the module
@@ -138,20 +153,20 @@ def apply_fully_shard(
     )
     again = how.reshard_after_forward  # gather again for the backward
     # units first, for fully_shard of the root takes what no unit has
-    units = [shard(network.get_submodule(name), reshard_after_forward=again) for name in names]
-    looks = [_watch_parameters(name, network.get_submodule(name)) for name in names]
+    modules = [shard(network.get_submodule(name), reshard_after_forward=again) for name in names]
+    units = [Unit(name, network.get_submodule(name)) for name in names]
     # what is left is small and wanted first in the backward: it stays gathered, unless it is everything
     whole = shard(root, reshard_after_forward=again and not units)
-    for look in looks if not again else ():
-        root.register_forward_hook(look, prepend=True)  # the last one before they are released
-    for module in (root, *map(network.get_submodule, names)):
-        module.register_forward_hook(_refuse_second_derivatives, prepend=True)
+    for unit in units if not again else ():
+        root.register_forward_hook(unit.look, prepend=True)  # the last one before they are released
+    for watched in (root, *map(network.get_submodule, names)):
+        watched.register_forward_hook(_refuse_second_derivatives, prepend=True)
     # one unit ahead is what torch does by itself
     if how.ahead > 1:
-        for index, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + how.ahead])
-            unit.set_modules_to_backward_prefetch(units[max(index - how.ahead, 0) : index][::-1])
-    return whole
+        for index, module in enumerate(modules):
+            module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + how.ahead])
+            module.set_modules_to_backward_prefetch(modules[max(index - how.ahead, 0) : index][::-1])
+    return whole, units
 
 
 def _replicated_parameters(network: nn.Module, ranks: int, how: Sharding) -> set[nn.Parameter]:
@@ -202,8 +217,8 @@ def _shard_dim(parameter: nn.Parameter, ranks: int) -> int | None:
     return 0 if gathered + WHOLE_COST * gathered / ranks < WHOLE_COST else None
 
 
-def _watch_parameters(name: str, unit: nn.Module) -> Callable[..., None]:
-    """Have a unit look at its parameters before each call; returns that look.
+class Unit:
+    """A module that fully_shard gathers by itself, and that looks at its parameters before each call.
 
     Refusal where somebody has put in others. fully_shard puts the gathered ones in place before the forward. What
     `torch.func.functional_call` had put there would be lost without a word, and the network would learn something else.
@@ -211,39 +226,55 @@ def _watch_parameters(name: str, unit: nn.Module) -> Callable[..., None]:
     What is frozen or thawed while it is gathered holds for its shard, too: else it would be undone, or stay so, with
     the next gather.
     """
-    places = [
-        (module, key)
-        for module in unit.modules()
-        for key, value in module.named_parameters(recurse=False)
-        if "shard" in split_axes(value)
-    ]
-    shards: dict[tuple[nn.Module, str], nn.Parameter] = {}
-    gathered: set[nn.Parameter] = set()  # what fully_shard has put in place: these belong to the unit, too
+
+    module: Any  # an nn.Module that is an FSDPModule, too
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self._places = [
+            (inner, key)
+            for inner in module.modules()
+            for key, value in inner.named_parameters(recurse=False)
+            if "shard" in split_axes(value)
+        ]
+        self._shards: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self._gathered: set[nn.Parameter] = set()  # what fully_shard has put in place: these are the unit's, too
+        module.register_forward_pre_hook(self.look, prepend=True)  # before fully_shard's own
+        module.register_forward_pre_hook(self._remember)  # behind it
 
     @torch.compiler.disable
-    def look(*_: Any) -> None:
-        for place in places:
+    def look(self, *_: Any) -> None:
+        for place in self._places:
             value = getattr(*place)
-            if value in gathered:
-                if value.requires_grad != shards[place].requires_grad:
-                    shards[place].requires_grad_(value.requires_grad)
+            if value in self._gathered:
+                if value.requires_grad != self._shards[place].requires_grad:
+                    self._shards[place].requires_grad_(value.requires_grad)
             elif isinstance(value, DTensor) and isinstance(value, nn.Parameter):
-                shards[place] = value
+                self._shards[place] = value
             else:
                 raise Refusal(
-                    f"{name} is called with other parameters than its own (torch.func.functional_call), but FSDP would"
-                    f" compute with its own, because {name} is a unit that is gathered when it is called; ddp and zero1"
-                    " can do it, or a plan's shard that names a unit which makes this call inside its own forward"
+                    f"{self.name} is called with other parameters than its own (torch.func.functional_call), but FSDP"
+                    f" would compute with its own, because {self.name} is a unit that is gathered when it is called;"
+                    " ddp and zero1 can do it, or a plan's shard that names a unit which makes this call inside its own"
+                    " forward"
                 )
 
     @torch.compiler.disable
-    def remember(*_: Any) -> None:
-        gathered.clear()
-        gathered.update(getattr(*place) for place in places)
+    def _remember(self, *_: Any) -> None:
+        self._gathered = {getattr(*place) for place in self._places}
 
-    unit.register_forward_pre_hook(look, prepend=True)  # before fully_shard's own
-    unit.register_forward_pre_hook(remember)  # behind it
-    return look
+    @contextmanager
+    def gathered(self, again: bool) -> Iterator[None]:
+        """Collective at its begin: inside, the unit stays gathered, so that its calls gather nothing.
+
+        again: is it released after its forward, otherwise?
+        """
+        self.look()
+        self.module.set_reshard_after_forward(False, recurse=False)
+        self.module.unshard()  # all ranks; the shards of the unit
+        self._remember()
+        yield
+        self.module.set_reshard_after_forward(again, recurse=False)
 
 
 @torch.compiler.disable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +13,13 @@ from typing_extensions import override
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_names
 from trainer.parallel.expert_parallel import ExpertRanks
-from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
+from trainer.parallel.fully_shard import (
+    DifferentCalls,
+    SameCallsCheck,
+    Sharding,
+    apply_fully_shard,
+    reshard,
+)
 from trainer.parallel.module_units import find_units
 from trainer.parallel.unused_parameters import UnusedParameters, always_called_units, find_always_used
 from trainer.strategies.loss import FlatOutput, Forward, TaskNetwork, unflatten_output
@@ -112,10 +119,10 @@ class FSDPModel(ContextParallelModel):
         strategy = self.strategy
         how = Sharding(strategy.reshard_after_forward, strategy.param_dtype, strategy.cpu_offload, strategy.prefetch)
         self._flat_step = FlatOutput(self.step_module)
-        self._root = apply_fully_shard(self._flat_step, self.network, names, strategy.mesh, how)
+        self._root, self._units = apply_fully_shard(self._flat_step, self.network, names, strategy.mesh, how)
         self._unused = UnusedParameters(strategy.loss_group)
         self._unused.watch(self._flat_step, self.network, names, self._use)
-        SameCallsCheck(self._flat_step, self.network, names, strategy.loss_group, self.machine.timeout)
+        self._calls = SameCallsCheck(self._flat_step, self.network, names, strategy.loss_group, self.machine.timeout)
         self._load_values(torch.device("cpu") if strategy.cpu_offload else strategy.device)
 
     @override
@@ -147,7 +154,25 @@ class FSDPModel(ContextParallelModel):
         super().finish_gradients()
 
     @override
+    def evaluate(self, batch: Any, valid: int) -> dict[str, Tensor | float]:
+        try:
+            return super().evaluate(batch, valid)
+        except DifferentCalls:  # on all ranks
+            self._calls.repeats = True
+            reshard(self._flat_step)
+            return super().evaluate(batch, valid)
+
+    @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
-        sums = super().evaluate_batch(batch, inputs, targets)
+        if self._calls.repeats and not self._calls.ignores_evaluations:
+            self._calls.ignores_evaluations = True
+            self._notes.append(
+                "evaluations call units several times, or ranks call different ones: so the whole network is gathered"
+                " for each batch of an evaluation; strategy=zero1 gathers nothing"
+            )
+        with ExitStack() as stack:
+            for unit in self._units if self._calls.ignores_evaluations else ():
+                stack.enter_context(unit.gathered(self.strategy.reshard_after_forward))
+            sums = super().evaluate_batch(batch, inputs, targets)
         reshard(self._flat_step)  # a forward without a backward leaves parameters gathered
         return sums
