@@ -17,6 +17,7 @@ from trainer.data.loader import EvalLoader
 from trainer.launch.rendezvous import Launch
 from trainer.loop.evaluation import evaluate
 from trainer.messages import Refusal
+from trainer.records.metrics_reader import best_word
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 
@@ -130,7 +131,12 @@ def test_a_rate_falls_where_nothing_became_better_and_goes_on_falling_after_a_st
     for bound in (4, 10):
         parts = run(tmp_path, "parts", *FALLING, "schedule.min=0.2", f"loop.steps={bound}")
     assert curve(parts, "lr") == curve(whole, "lr")
-    rising = [*FALLING, "schedule.figure=loss", "optimizer.lr=1e-3", "loop.steps=6"]  # larger is better: it never is
+    rising = [
+        *FALLING,
+        "schedule.figure=-accuracy",
+        "optimizer.lr=1e-3",
+        "loop.steps=6",
+    ]  # smaller is better: it never is
     assert curve(run(tmp_path, "other", *rising), "lr")[-1] == pytest.approx(5e-4)
 
 
@@ -141,6 +147,8 @@ def test_a_rate_falls_where_nothing_became_better_and_goes_on_falling_after_a_st
         ([*FALLING, "loop.eval_every=null"], "schedule=plateau counts evaluations"),
         (["loop.patience=2", "data=synthetic_images", "data.evaluation_size=0"], "no evaluation set to measure it on"),
         ([*FALLING, "schedule.figure=acuracy"], "schedule.figure=acuracy: the task's metrics are .*'accuracy'"),
+        ([*FALLING, "schedule.figure=loss"], "schedule.figure=loss: the largest .* schedule.figure=-loss takes"),
+        (["checkpoint.best=val_loss"], r"checkpoint\.best=val_loss: the task's metrics are -loss, .*'-loss'"),
         ([*FALLING, "schedule.factor=1.5"], "schedule.factor is 1.5"),
         (["loop.patience=0"], "loop.patience=0"),
     ],
@@ -148,3 +156,10 @@ def test_a_rate_falls_where_nothing_became_better_and_goes_on_falling_after_a_st
 def test_what_cannot_be_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
     with pytest.raises(Refusal, match=said):
         run(tmp_path, "no", *words)
+
+
+def test_losses_and_errors_are_wanted_small() -> None:
+    small = ["loss", "ema_loss", "val_loss", "perplexity", "bpb", "RMSE", "mae", "top1_error"]
+    assert [best_word(name) for name in small] == [f"-{name}" for name in small]
+    large = ["accuracy", "lossless", "neg_log_loss", "error_free", "map50"]
+    assert [best_word(name) for name in large] == large

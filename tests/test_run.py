@@ -60,7 +60,9 @@ def test_a_run_says_what_it_found_that_it_is_alone_and_where_its_best_checkpoint
     words = (*SMALL, "strategy=ddp", "loop.steps=2", "loop.eval_every=1", "log=[console]", f"run.root={tmp_path}")
     assert here(*words) == 0
     said = capsys.readouterr().out
-    assert "data        1,437 samples in 10 classes\nevaluation  360 samples\n" in said
+    assert (
+        "data        1,437 samples in 10 classes\nevaluation  360 samples; the best has the largest accuracy\n" in said
+    )
     assert "note        the run ends before schedule.warmup: no step" in said  # 2 of 20 steps
     assert "note        ddp has only one process; to use two: processes=2" in said
     (found,) = re.findall(r"^best        accuracy 0\.\d{4} at step [12]: (.+)$", said, re.MULTILINE)

@@ -52,7 +52,10 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
         late = f"schedule.warmup is {warmup:,} of {steps:,} steps, {warmup / steps:.0%} of the run"
         if isinstance(run.schedule.warmup, int):
             late += "; in epochs (schedule.warmup=1ep) it stays the same part with another batch"
-    evaluated = format_count(dataset_size(run.evaluation), "sample") if run.evaluation is not None else ""
+    evaluated = "none: the data has no evaluation set"
+    if run.evaluation is not None:
+        best = f"smallest {run.best_metric[1:]}" if run.best_metric.startswith("-") else f"largest {run.best_metric}"
+        evaluated = f"{format_count(dataset_size(run.evaluation), 'sample')}; the best has the {best}"
     return [
         f"run folder  {run.folder.path}",
         f"strategy    {strategy.name} on {format_count(strategy.world.size, 'process')}; {format_devices(machine)}",
@@ -61,7 +64,7 @@ def start_lines(run: PreparedRun, start: CheckpointInfo | None) -> list[str]:
         f"network     {type(run.network).__name__}, {count:,} parameters{frozen}",
         *[f"optimizer   {rule}; {rule.count_parameters(run.network):,} parameters" for rule in run.rules],
         f"data        {format_data(run)}",
-        f"evaluation  {evaluated or 'none: the data has no evaluation set'}",
+        f"evaluation  {evaluated}",
         f"batch       {run.batches}",
         f"length      {run.length}; schedule {run.schedule.label}",
         *([f"note        {late}"] if warmup > steps / 3 else []),

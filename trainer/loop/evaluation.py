@@ -23,6 +23,7 @@ from trainer.loop.media_logging import NoMediaLogger
 from trainer.messages import Refusal, did_you_mean, first_line, format_count, format_names
 from trainer.parallel.batch_norm import norms_without_statistics
 from trainer.parallel.ranks import Ranks, gather_exceptions
+from trainer.records.metrics_reader import best_word
 from trainer.strategies.base import Strategy
 from trainer.strategies.parallel_model import ParallelModel
 
@@ -238,18 +239,21 @@ def trial_evaluation(
 ) -> None:
     """Collective: evaluate one batch, so that mistakes show now and not after an epoch.
 
-    Refusal if the task has no metric that is wanted (key of the configuration → name, such as checkpoint.best), or if
-    its metrics are no sums.
+    Refusal if the task has no metric that is wanted (key of the configuration → name, such as checkpoint.best), if it
+    would be best where it is worst, or if metrics are no sums.
     """
     refuse_varying_metric_shapes(model, loader, strategy.world)
     metrics = evaluate_batches(strategy, model, task, loader, range(1))
     if taken := sorted({"kind", "time", "step", "epoch", "samples"}.intersection(metrics)):
         raise Refusal(f"Task.metrics: {taken[0]} is the name of something else in metrics.jsonl; give it another one")
+    words = [best_word(metric) for metric in metrics]
     for key, name in wanted.items():
+        if name in metrics and name not in words:
+            raise Refusal(f"{key}={name}: the largest would be the best; {key}=-{name} takes the smallest")
         if (bare := name.removeprefix("-")) not in metrics:
             missing = bare.startswith("ema_") and not any(metric.startswith("ema_") for metric in metrics)
-            hint = "; those of a moving average come with ema.decay=0.999" if missing else did_you_mean(bare, metrics)
-            raise Refusal(f"{key}={name}: the task's metrics are {', '.join(metrics)}{hint}")
+            hint = "; those of a moving average come with ema.decay=0.999" if missing else did_you_mean(bare, words)
+            raise Refusal(f"{key}={name}: the task's metrics are {', '.join(words)}{hint}")
 
 
 def evaluate_batches(

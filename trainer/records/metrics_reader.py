@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,15 @@ def metric_score(metrics: Mapping[str, Any] | None, best: str) -> float:
     if not isinstance(value, (int, float)) or math.isnan(value):
         return -math.inf
     return -value if best.startswith("-") else value
+
+
+# what everybody wants small; scikit-learn's neg_… are large where they are good
+_FALLING = re.compile(r"(?!neg_)(.*[_/.])?(loss|perplexity|bpb|error|error_rate|rmse|mse|mae)", re.IGNORECASE)
+
+
+def best_word(metric: str) -> str:
+    """The word that asks for the best of this metric, as checkpoint.best takes it: -loss, but accuracy."""
+    return f"-{metric}" if _FALLING.fullmatch(metric) else metric
 
 
 def tie_break_loss(best: str) -> str:
