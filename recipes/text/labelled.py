@@ -63,13 +63,19 @@ class LabelledText(Data):
     @cached_property
     def _parts(self) -> dict[bool, list[dict[str, Any]]]:
         """The rows for training, and those for evaluation."""
-        rows = table(self._where, "data.file")
+        rows = self._table(self._where, "data.file")
         groups = range(len(rows)) if self._group is None else column(rows, self._group, "data.group", self._where)
         back = _held_back(groups, 0.0 if self._evaluation else self._held)
         parts = {at: [row for row, out in zip(rows, back, strict=True) if out != at] for at in (True, False)}
         if self._evaluation:
-            parts[False] = table(expand_home(self._evaluation), "data.evaluation")
+            parts[False] = self._table(expand_home(self._evaluation), "data.evaluation")
         return parts
+
+    def _table(self, path: Path, key: str) -> list[dict[str, Any]]:
+        """The rows of a file, each with a label: a missing one would be a class of its own."""
+        rows = table(path, key)
+        column(rows, self._columns[1], "data.label", path, filled=True)
+        return rows
 
     @cached_property
     def _labels(self) -> dict[bool, list[Any]]:

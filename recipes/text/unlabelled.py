@@ -75,7 +75,7 @@ def new_texts(where: str, columns: Sequence[str]) -> list[New]:
 
 
 def _opened(path: Path) -> IO[str]:
-    form: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+    form: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     return gzip.open(path, "rt", **form) if path.suffix == ".gz" else path.open(**form)
 
 

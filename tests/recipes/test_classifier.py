@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import random
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from recipes.text.labelled import LabelledText
+from recipes.text.table import table
+from recipes.text.unlabelled import new_texts
 from tests.commands import curve, far, lines
 from tests.inside import product
 from tests.processes import Processes
@@ -85,7 +88,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             kind = at % 3
             said = [f"w{draw.choice((kind + 1, draw.randrange(4, WORDS)))}" for _ in range(draw.randrange(1, 30))]
             rows.writerow((f"speaker {at // 6}", " ".join(said), ("glad", "sad", "torn")[kind]))
+    (place / "unlabelled.csv").write_text("text,label\nw1,glad\nw2,\n")
     return place
+
+
+@pytest.mark.parametrize("ending", [".csv", ".csv.gz"])
+def test_a_table_may_begin_with_a_byte_order_mark_and_have_long_cells(tmp_path: Path, ending: str) -> None:
+    path, content = tmp_path / f"table{ending}", "\ufefftext,label\n" + "w" * 200_000 + ",glad\n"
+    path.write_bytes(gzip.compress(content.encode()) if ending.endswith(".gz") else content.encode())
+    assert table(path, "data.file") == [{"text": "w" * 200_000, "label": "glad"}]
+    (new,) = new_texts(str(path), ["text"])
+    assert new.columns == ["w" * 200_000]
 
 
 ADAPTED = ("model.lora=2", "model.lora_alpha=4")
@@ -301,6 +314,10 @@ REFUSED = {
         "model.lora_layers=[q_prj]",
     ): r"'q_prj' means no linear layer of the network; there are q_proj, k_",
     ("data.label=mood",): r"data\.label=mood: row 1 of texts\.csv has no such column; it has who, text, label",
+    (
+        "data.file=unlabelled.csv",
+    ): r"data\.label=label: row 2 of unlabelled\.csv has nothing in this column; fill it in",
+    ("data.evaluation=unlabelled.csv",): r"data\.label=label: row 2 of unlabelled\.csv has nothing in this column",
     ("data.file=texts.txt",): r"data\.file=texts\.txt: a file of rows ends in \.csv, \.tsv or \.jsonl",
 }
 
