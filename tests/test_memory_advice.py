@@ -93,6 +93,21 @@ def test_where_memory_runs_out_the_key_that_helps_is_named(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that it is out of shared memory.",
+        "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)",
+    ],
+)
+def test_what_gives_workers_more_shared_memory_is_named(
+    train: Callable[..., tuple[Room, str]], error: Exception
+) -> None:
+    _, note = train("loop.global_batch=64", training=32, error=error)
+    assert "docker run --shm-size=8g" in note
+    assert "loader.workers=0" in note
+
+
+@pytest.mark.parametrize(
     ("error", "count"),
     [
         (MemoryError("no memory"), 1),

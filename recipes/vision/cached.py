@@ -14,8 +14,13 @@ _PATIENCE = 5.0  # seconds for a silent server
 
 
 def cache_folder() -> Path:
-    """Where a user's processes keep what they need not make or download twice."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+    """Where a user's processes keep what they need not make or download twice. Refusal for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainer"
+    except RuntimeError as error:  # a container that was given a number of a user, and no HOME
+        raise Refusal(
+            f"user {os.getuid()} has no home folder, in which data sets are kept: set XDG_CACHE_HOME to a folder"
+        ) from error
 
 
 def cached(name: str, files: Iterable[Path], download: Callable[[Path], None], remedy: str) -> Path:

@@ -70,7 +70,11 @@ def list_pictures(folder: Path, classes: Sequence[str], allow_empty: bool = Fals
 
 
 def _listed(folder: Path, classes: Sequence[str]) -> Listing:
-    place = cache_folder() / "listings" / f"{sha256(os.fsencode(folder.absolute())).hexdigest()[:32]}.safetensors"
+    try:
+        cache = cache_folder()
+    except Refusal:  # nowhere to keep it: every process lists the files
+        return Listing(os.fsencode(folder), **_list(folder, classes)[1])
+    place = cache / "listings" / f"{sha256(os.fsencode(folder.absolute())).hexdigest()[:32]}.safetensors"
     if (kept := _read(place, folder, classes)) is not None:
         return kept
     for _ in range(_ATTEMPTS):

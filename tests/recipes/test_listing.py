@@ -11,11 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
+from recipes.vision.cached import cache_folder
 from tests.commands import curve
 from tests.inside import product
 from tests.processes import Processes
 from tests.recipes.test_folder import data, memory_peak, write
 from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 
 WORDS = (
     "data=imagefolder",
@@ -109,10 +111,19 @@ def test_after_each_change_the_files_are_listed_anew(tmp_path: Path, cache: Path
     assert len([*cache.iterdir()]) == 1
 
 
-def test_without_a_cache_the_files_are_listed_all_the_same(tmp_path: Path, cache: Path) -> None:
+def test_without_a_cache_the_files_are_listed_all_the_same(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = write(tmp_path / "data", {"": 3})
     cache.parent.parent.write_text("no folder")
     assert len(data(root, held_out=0.0).train()) == 9
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable)
+    # a container of a user who has a number and no name
+    with patch("pwd.getpwuid", side_effect=KeyError):
+        assert len(data(root, held_out=0.0).train()) == 9
+        with pytest.raises(Refusal, match=r"user \d+ has no home folder, .*: set XDG_CACHE_HOME to a folder"):
+            cache_folder()
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,8 @@ _NEVER, _LARGE = 2**30, 2**20  # bytes: 1 GiB stands for no limit, 1 MiB for a g
 _TIGHT = 0.5  # of what a rank can have: where more was planned, freed memory is given back
 # The words of torch's allocators, of the CUDA driver, and of cuBLAS and cuDNN, which ask it for memory themselves.
 _NO_MEMORY = re.compile(r"can't allocate memory|(CUDA error:|MPS backend) out of memory|STATUS_ALLOC_FAILED")
+# the words of torch's shared memory, and of a worker process that wrote where there was no more of it
+_NO_SHARED_MEMORY = re.compile(r"shared memory|</torch_\d.*No space left")
 _SPREAD = "strategy=fsdp, tp or pp hold a part of the network on each device"
 
 
@@ -68,6 +71,11 @@ def _mallopt(parameter: int, value: int) -> bool:
 
 def memory_advice(error: BaseException, run: PreparedRun) -> str:
     """In what the memory ran out, and what to try; empty where it did not. The traceback knows where it was."""
+    if any(_is_out_of_shared_memory(cause) for cause in error_chain(error)):
+        return (
+            "Worker processes hand over batches in shared memory, and /dev/shm is too small: docker run --shm-size=8g"
+            " (on Kubernetes an emptyDir with medium: Memory), or loader.workers=0."
+        )
     # the error that arrives may have followed from the one that counts
     if not any(_is_out_of_memory(cause) for cause in error_chain(error)):
         return ""
@@ -107,6 +115,15 @@ def _step_advice(run: PreparedRun) -> str:
 def _is_out_of_memory(error: BaseException) -> bool:
     by_class = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, of any device
     return by_class or _NO_MEMORY.search(str(error)) is not None
+
+
+def _is_out_of_shared_memory(error: BaseException) -> bool:
+    # the locks of multiprocessing lie there, too
+    is_lock = any(
+        frame.f_globals.get("__name__") == "multiprocessing.synchronize" for frame, _ in walk_tb(error.__traceback__)
+    )
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return _NO_SHARED_MEMORY.search(str(error)) is not None or (is_lock and is_full)
 
 
 def _happened_in(error: BaseException, *functions: Callable[..., Any]) -> bool:
