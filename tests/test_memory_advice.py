@@ -99,10 +99,8 @@ def test_where_memory_runs_out_the_key_that_helps_is_named(
         "unable to allocate shared memory(shm) for file </torch_7_1_0>: No space left on device (28)",
     ],
 )
-def test_what_gives_workers_more_shared_memory_is_named(
-    train: Callable[..., tuple[Room, str]], error: Exception
-) -> None:
-    _, note = train("loop.global_batch=64", training=32, error=error)
+def test_what_gives_workers_more_shared_memory_is_named(train: Callable[..., tuple[Room, str]], error: str) -> None:
+    _, note = train("loop.global_batch=64", training=32, error=RuntimeError(error))
     assert "docker run --shm-size=8g" in note
     assert "loader.workers=0" in note
 
