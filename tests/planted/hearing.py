@@ -25,17 +25,6 @@ class Hearing(Schedule):
         self.heard += 1
 
 
-class Noisy(torch.optim.SGD):
-    """It adds noise to what it steps, as Langevin dynamics does; ranks that step others draw other noise."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
-
-
 class ByShard(torch.optim.SGD):
     """It divides each gradient by its norm, which it takes of what the rank holds."""
 

@@ -165,6 +165,23 @@ class Unrolled(nn.Module):
         return z
 
 
+class Merging(nn.Linear):
+    """A layer with a LoRA beside it, which is added to the weight in evaluation mode and taken out again."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.down, self.up = nn.Linear(inside, 2, bias=False), nn.Linear(2, outside, bias=False)
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            self.weight.add_(self.up.weight @ self.down.weight, alpha=-1 if mode else 1)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.up(self.down(x)) if self.training else 0)
+
+
 class Calls(nn.Linear):
     """It counts its calls, of which a step has as many as micro-batches. This is wrong."""
 
@@ -202,5 +219,6 @@ RIGHT: dict[str, Callable[[int, int], nn.Module]] = {
     "steps": Steps,
     "frequencies": Frequencies,
     "fixed_point": Unrolled,
+    "merging": Merging,
 }
 COUNTING: dict[str, Callable[[int, int], nn.Module]] = {"calls": Calls, "adapted": Adapted}

@@ -17,6 +17,12 @@ WHY = {
     "own_rank_in_turn": SEEN,
     "own_eps": SEEN,
     "python_random": "the forward draws from Python's random",
+    "numpy_random": "the forward draws from NumPy's",
+    "own_generator": "draws from middle.generator, a generator of its own",
+    "drawn": "a generator of its own",
+    "padded": "collate pads",
+    "class_weights": "the mean over the Task.weight units",
+    "negatives": "trainer.gather",
     "centred": "depends on the other samples",
     "centred_in_turn": "depends on the other samples",
     "chosen": "chooses",
@@ -71,7 +77,13 @@ _PLANTS = {
         "the same, with micro-batches", " samples of rank 1,", _network("own_rank"), own=("loop.micro_batches=2",)
     ),
     "own_eps": of_network("a norm with another epsilon on one rank", " samples of rank 1,", _network("own_eps")),
-    "python_random": of_network("a layer draws from Python's generator", "", _network("python_random"), true=RANDOM),
+    "python_random": of_network(
+        "a layer draws a number for each sample from Python's generator", "", _network("python_random"), true=RANDOM
+    ),
+    "numpy_random": of_network("the same, from NumPy's", "", _network("numpy_random"), true=RANDOM),
+    "own_generator": of_network(
+        "the same, from a generator that it keeps", "", _network("own_generator"), true=RANDOM[1:]
+    ),
     "centred": of_network("a layer subtracts the mean of its batch", "", _network("centred")),
     "centred_in_turn": of_network(
         "the same, with micro-batches", "", _network("centred"), own=("loop.micro_batches=2",)
@@ -166,6 +178,27 @@ _PLANTS = {
         "step 1, data, inputs.*",
         "the data",
     ),
+    "drawn": of(
+        "an item has noise from a generator of the data set's own", "data=drawn", "step 1, data, inputs", "the data"
+    ),
+    "padded": of(
+        "a batch is padded to its longest sample, and a mean counts the padding",
+        "data=padded model=of_padded",
+        "step 1, forward, ",
+        "the data",
+    ),
+    "class_weights": of(
+        "a loss with class weights, and Task.weight counts samples",
+        "task=class_weights",
+        "step 1, loss, loss",
+        "the task",
+    ),
+    "negatives": of(
+        "a loss of each sample against the others of its rank, without trainer.gather",
+        "task=negatives",
+        "step 1, loss, loss",
+        "the task",
+    ),
     "summed": of("a loss that is a sum, divided by the global batch", "task=summed", "step 1, loss, loss", "the task"),
     "meaned": of(
         "a metric that is a mean", "task=meaned", "step 3, evaluation, accuracy", "the task", "the evaluation"
@@ -224,14 +257,6 @@ _PLANTS = {
         ("strategy=fsdp",),
         ("at step 1, optimizer step, ",),
         ("the optimizer", "the strategy, or the optimizer"),
-    ),
-    "noisy": Plant(
-        "an optimizer adds noise to what it steps, and each rank steps other parameters",
-        (*NET, "optimizer=noisy"),
-        ("strategy=zero1",),
-        ("at step 1, optimizer step, ",),
-        ("random numbers: the optimizer",),
-        why="the optimizer draws them",
     ),
     "scaled_rate": of(
         "an optimizer multiplies its rate by the number of processes",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -83,10 +84,29 @@ class OwnEps(nn.LayerNorm):
 
 
 class PythonRandom(nn.Linear):
-    """It draws from Python's generator, which nobody puts back to where a step begins."""
+    """It draws from Python's generator, a number for each of its samples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + 1e-3 * random.random())
+        return super().forward(x) * (1 + 1e-3 * x.new_tensor([random.random() for _ in x])[:, None])
+
+
+class NumpyRandom(nn.Linear):
+    """The same from NumPy's, as masks of spectrograms are drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-3 * x.new_tensor(numpy.random.rand(len(x), 1)))
+
+
+class OwnGenerator(nn.Linear):
+    """The same from a generator that it keeps, which nobody seeds and no checkpoint has."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.generator = numpy.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = x.new_tensor(self.generator.random((len(x), 1))) if self.training else 0.5
+        return super().forward(x) * (1 + 1e-3 * drawn)
 
 
 class NativeDrop(nn.Linear):
@@ -253,6 +273,8 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "own_field": OwnField,
     "mixed": Mixed,
     "python_random": PythonRandom,
+    "numpy_random": NumpyRandom,
+    "own_generator": OwnGenerator,
     "native_drop": NativeDrop,
     "centred": Centred,
     "chosen": Chosen,

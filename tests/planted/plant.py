@@ -48,6 +48,8 @@ _LAB = {
         "read": "users.Read",
         "triples": "users.Triples",
         "recalling": "users.Recalling",
+        "drawn": "users.Drawn",
+        "padded": "users.Padded",
         "same_order": "users.SameOrder",
         "odd": "users.Odd",
         "global_order": "hearing.GlobalOrder",
@@ -57,6 +59,8 @@ _LAB = {
         "summed": "users.Summed",
         "mixed_by_task": "hearing.MixedByTask",
         "meaned": "users.Meaned",
+        "class_weights": "users.ClassWeights",
+        "negatives": "users.Negatives",
         "own_meter": "users.OwnMeter",
         "own_decay": "users.OwnDecay",
         "of_dicts": "users.OfDicts",
@@ -72,9 +76,8 @@ _LAB = {
     "optimizer": {
         "scaled_rate": "users.ScaledRate\nlr: 0.1",
         "by_shard": "hearing.ByShard\nlr: 0.1",
-        "noisy": "hearing.Noisy\nlr: 0.1",
     },
-    "model": {"net": "networks.net", "of_rows": "users.OfRows", "of_nodes": "users.OfNodes"},
+    "model": {"net": "networks.net", "of_rows": "users.OfRows", "of_nodes": "users.OfNodes", "of_padded": "users.OfPadded"},
 }
 
 

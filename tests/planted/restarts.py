@@ -53,6 +53,17 @@ def first_shards(original: Any) -> Any:
     return read_into
 
 
+def left_in_evaluation(original: Any) -> Any:
+    """The network stays in evaluation mode after a pass over the evaluation set, and is saved so."""
+
+    def compute(strategy: Any, model: Any, *rest: Any) -> Any:
+        totals = original(strategy, model, *rest)
+        model.set_mode(training=False)
+        return totals
+
+    return compute
+
+
 def kept_buffers(original: Any) -> Any:
     """Buffers stay what they were when the process began."""
 
@@ -116,6 +127,14 @@ PLANTS = {
         ("at step 1, resume, optimizer/",),
         RESUME,
         {RESTORE: lost_moment},
+    ),
+    "saved_in_evaluation": Plant(
+        "a network is saved in evaluation mode, in which its weights are merged",
+        (*NET, "+model.kind=merging"),
+        ("strategy=ddp",),
+        ("at step 1, resume, middle.weight",),
+        RESUME,
+        {"trainer.loop.evaluation._compute_totals": left_in_evaluation},
     ),
     "aliased_save": Plant(
         "an asynchronous save writes what the next step changes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -91,6 +92,23 @@ class Scaled(Numbers):
         return x / x.abs().max(), y
 
 
+class Drawing(TensorDataset):
+    """Items with noise from a generator of the data set's own."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self.generator = numpy.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + self.generator.normal(0, 1e-3), y
+
+
+class Drawn(Numbers):
+    def train(self) -> Any:
+        return Drawing(*super().train().tensors)
+
+
 class Rows(Dataset[Any]):
     """Samples of three to six rows, and what is known of each: a dict, in which not all have the same."""
 
@@ -119,6 +137,25 @@ class Read(Listed):
     def collate(self, items: Any) -> Any:
         inputs, targets = super().collate(items)
         return tuple(x * (1 + 1e-3 * at) for at, x in enumerate(inputs)), targets
+
+
+class Padded(Numbers):
+    """Samples of some rows, padded to the longest of a batch: another length on each rank. Every twelfth has eight."""
+
+    def train(self) -> Any:
+        x, y = super().train().tensors
+        return [(row.repeat(3 if at % 12 else 8, 1), label) for at, (row, label) in enumerate(zip(x, y, strict=True))]
+
+    def collate(self, items: Any) -> Any:
+        x, y = zip(*items, strict=True)
+        return nn.utils.rnn.pad_sequence(list(x), batch_first=True), torch.stack(y)
+
+
+class OfPadded(Net):
+    """The mean over the rows of a sample, padded ones among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
 
 
 class InDict(Listed):
@@ -188,6 +225,20 @@ class Summed(Classes):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, reduction="sum") / 24
+
+
+class ClassWeights(Classes):
+    """Cross entropy with class weights, which divides by those of its own samples; Task.weight does not say so."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, torch.arange(1.0, 1 + CLASSES).to(output))
+
+
+class Negatives(Classes):
+    """Each sample against those of its micro-batch, as code for one GPU has it, without trainer.gather."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
 class Meaned(Classes):

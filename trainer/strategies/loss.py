@@ -171,10 +171,12 @@ class _Unattached(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.detach()
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 

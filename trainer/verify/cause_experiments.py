@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy
 import torch
 from torch import nn
 
+from trainer.data.data import ReadTwice
 from trainer.data.nested_tensors import named_tensors
 from trainer.data.sampler import dataset_size, make_epoch_order
 from trainer.jobs.run_parts import PreparedRun
@@ -31,6 +34,7 @@ from trainer.verify.verdict import (
     PROCESSES_VISIBLE,
     RECREATED,
     REPEATED,
+    RESEEDED,
     REVERSED,
     SYNC_BN,
     TRIAL_FORWARD,
@@ -39,6 +43,10 @@ from trainer.verify.verdict import (
     FirstDifference,
     RunFacts,
 )
+
+
+_READ_TWICE = 8  # items: a flip that chance decides may come out alike
+GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
 @dataclass
@@ -94,12 +102,18 @@ class Experiments:
             PROCESSES_VISIBLE: Variation(hides_processes=False),
             TRIAL_FORWARD: Variation(rehearses=True),
         }
+        if generators - {"torch's"}:
+            changes[RESEEDED] = Variation(reseeds=True)
         if first.resumed or first.phase == Phase.RESUME:
             changes[RECREATED] = Variation(recreates=True)
         follows_metrics = first.phase in (Phase.RATE, Phase.EVALUATION)  # a rate may
         if run.evaluation is not None and not follows_metrics:
             changes[NO_EVALUATIONS] = Variation(evaluates=False)
-        alone = {name: self._differs(plain, self._plain_loop(change)[0]) for name, change in changes.items()}
+        alone = {
+            # what is drawn before it, one number for all samples perhaps, is no cause of it
+            name: self._differs(plain, self._plain_loop(change)[0], there=name == RESEEDED)
+            for name, change in changes.items()
+        }
         if ranks * micro_batches > 1:
             # with sync_bn the statistics of BatchNorm are the strategy's: compared with a loop that has fixed ones
             frozen = run.strategy.sync_bn
@@ -184,13 +198,13 @@ class Experiments:
         """With the noise floors of the reference: a plain loop has none of its own."""
         return compare(replace(reference, floors=self.reference.floors), record, self.tolerances)
 
-    def _differs(self, plain: TrainingRecord, other: TrainingRecord) -> bool:
-        """Is the first difference of these two the one that is to be explained?"""
+    def _differs(self, plain: TrainingRecord, other: TrainingRecord, there: bool = False) -> bool:
+        """Is the first difference of these two the one that is to be explained? there: and not just before it."""
         position, keys = self._position(plain), [*plain.values]
         first = min((difference.at for difference in self._compare(plain, other).differences), default=None)
         if first is None or (keys[first].step, keys[first].phase) != (self.first.step, self.first.phase):
             return False
-        return position is None or first <= position
+        return position is None or (first == position if there else first <= position)
 
     def _position(self, plain: TrainingRecord) -> int | None:
         """Where the first difference stands in the record's order of time; None: the record has no such thing."""
@@ -206,8 +220,13 @@ def collect_facts(run: PreparedRun, strays: Collection[str]) -> RunFacts:
     shapes = {
         tuple(x.shape[1:] for _, x in named_tensors((part.batch.inputs, part.batch.targets), "")) for part in parts
     }
+    twice = ReadTwice(run.training, run.settings.seed)
+    fields = [(f"{name}.{field}", value) for name, m in run.network.named_modules() for field, value in vars(m).items()]
+    fields += [(f"Task.{field}", value) for field, value in vars(run.task).items()]
     return RunFacts(
         padded=len(shapes) > 1,
+        redrawn=any(twice[index] for index in first[:_READ_TWICE].tolist()),
+        generators=[name.lstrip(".") for name, value in fields if isinstance(value, GENERATORS)],
         data_ranks=run.strategy.data_group.size,
         micro_batches=run.batches.micro_batches,
         planned=run.strategy.world.size > run.strategy.data_group.size,

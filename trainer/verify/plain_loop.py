@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
@@ -48,6 +50,7 @@ class Variation(NamedTuple):
     pads_together: bool = False  # these parts are cut from one batch, and not collated each by itself
     reverses: bool = False  # the parts of a batch are computed in the other order
     evaluates: bool = True  # a small evaluation after each step, as a loop does after an epoch
+    reseeds: bool = False  # Python's and NumPy's generators give other numbers
     rehearses: bool = False  # a forward before the first step that leaves no trace in buffers, as strategies do
 
 
@@ -245,6 +248,9 @@ class PlainLoop:
             self.run.machine.autocast(self.run.strategy.device),
         ):
             self.randomness.begin()
+            if self.variation.reseeds:
+                random.seed(1)
+                numpy.random.seed(1)
             yield cast_floats((part.batch.inputs, part.batch.targets), self.run.machine.parameter_dtype)
 
     def _parts(self, epoch: int, indices: Tensor, training: bool = True) -> Iterator[BatchPart]:

@@ -60,8 +60,10 @@ def make_reference(run: PreparedRun, samples: int, path: Path) -> None:
 
 # What a reference has from the words of its run. What is not here may differ: strategy, devices, files, a precision,
 # and how a step is divided.
-_OF_REFERENCE = ("model.", "task.", "data.", "seed", "optimizer.", "schedule.", "ema.", "init_from", "loop.epochs")
-_OF_REFERENCE += ("loop.steps", "loop.max_norm", "loop.dropout", "loop.eval_batch", "loop.on_nonfinite")
+_OF_REFERENCE = (
+    *("model", "task", "data", "seed", "optimizer", "schedule", "ema.", "init_from"),
+    *("loop.epochs", "loop.steps", "loop.max_norm", "loop.dropout", "loop.eval_batch", "loop.on_nonfinite"),
+)
 
 
 def read_reference(path: Path, run: RunParts, steps: int, samples: int | None) -> TrainingRecord:

@@ -25,6 +25,9 @@ NO_RECOMPUTING, UNCOMPILED, SYNC_BN = "recomputing", "compiling", "strategy.sync
 PADDED_TOGETHER = "divided, padded together"
 REVERSED, NO_EVALUATIONS = "divided, in the other order", "evaluations between the steps"
 
+# The plain loop with other numbers from Python's and NumPy's generators
+RESEEDED = "with other numbers of Python and NumPy"
+
 # The plain loop after a forward that belongs to no step
 TRIAL_FORWARD = "after a trial forward"
 
@@ -81,6 +84,8 @@ class RunFacts:
     kinds: Mapping[str, str]  # of the network's modules, by name
     padded: bool = False  # are samples padded in one way on one rank, and in another way on another?
     strays: Collection[str] = ()  # notes about random draws for rows that are no samples
+    redrawn: bool = False  # is an item another one when it is read again with the same seed?
+    generators: Sequence[str] = ()  # fields of the network and the task that are random generators
     stepping: str = ""  # the class of an optimizer that is not torch's, and is given shards
 
 
@@ -124,15 +129,23 @@ def explain_cause(first: FirstDifference, facts: RunFacts, results: ExperimentRe
             f"{_USER_CAUSES[first.phase]} differs when other processes are in sight: its code asks for the rank, or"
             " for their number"
         )
+    if first.phase == Phase.FORWARD and facts.generators and alone.get(TRIAL_FORWARD):
+        return (
+            f"random numbers: the forward draws from {' and '.join(facts.generators[:3])}, a generator of its own, which"
+            " knows nothing of samples and is in no checkpoint; torch.rand and its like are each sample's own"
+        )
+    if alone.get(RESEEDED):
+        return _randomness_cause(first, facts, results.drawn)
     if alone.get(NO_EVALUATIONS):
         return (
             f"an evaluation before this step: {_USER_CAUSES[first.phase]} is another one without it, so something keeps"
             " what an evaluation has left"
         )
     in_batch_norm = "BatchNorm" in facts.kinds.get(first.name, "") and first.phase == Phase.FORWARD
-    # cut from one batch the same samples are right; or statistics over all ranks are not those of one process
+    # cut from one batch the same samples are right, which are not compared where they are padded to other sizes; or
+    # statistics over all ranks are not those of one process
     unmended = in_batch_norm and facts.padded and facts.micro_batches == 1 and not mended.get(SYNC_BN)
-    if alone.get(PADDED_TOGETHER) is False or unmended:
+    if (alone.get(PADDED_TOGETHER) is False and first.phase != Phase.DATA) or unmended:
         return (
             "the data: collate pads the samples of a rank, or of a micro-batch, to the largest of these, and what"
             " follows counts the padding (a BatchNorm, a mean); pad to one size in all batches, or mask the padding"
@@ -171,6 +184,16 @@ def _division_cause(
         return (
             f"{_USER_CAUSES[first.phase]} depends on what was computed before it in the same step: something counts its"
             " calls, or keeps what a micro-batch has left"
+        )
+    if first.phase == Phase.DATA and facts.redrawn:
+        return (
+            "the data: an item is another one when it is read again with the same seed. It draws from a generator of its"
+            " own, which depends on what this process has read before, or remembers something"
+        )
+    if first.phase == Phase.LOSS and first.gap < 1e-6:  # less than rounding in the precision of most runs
+        return (
+            "the task: Task.loss or Task.weight adds up numbers of its own in fp32, so their sum depends a little on how"
+            " a batch is divided; torch.tensor([…], dtype=torch.float64) there"
         )
     factor = _explain_ratio(first.ratio, facts)
     by = f" It is {factor} times that of one process" if factor else ""
