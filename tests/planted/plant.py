@@ -77,7 +77,12 @@ _LAB = {
         "scaled_rate": "users.ScaledRate\nlr: 0.1",
         "by_shard": "hearing.ByShard\nlr: 0.1",
     },
-    "model": {"net": "networks.net", "of_rows": "users.OfRows", "of_nodes": "users.OfNodes", "of_padded": "users.OfPadded"},
+    "model": {
+        "net": "networks.net",
+        "of_rows": "users.OfRows",
+        "of_nodes": "users.OfNodes",
+        "of_padded": "users.OfPadded",
+    },
 }
 
 

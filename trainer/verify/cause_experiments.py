@@ -44,7 +44,6 @@ from trainer.verify.verdict import (
     RunFacts,
 )
 
-
 _READ_TWICE = 8  # items: a flip that chance decides may come out alike
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 

@@ -131,8 +131,8 @@ def explain_cause(first: FirstDifference, facts: RunFacts, results: ExperimentRe
         )
     if first.phase == Phase.FORWARD and facts.generators and alone.get(TRIAL_FORWARD):
         return (
-            f"random numbers: the forward draws from {' and '.join(facts.generators[:3])}, a generator of its own, which"
-            " knows nothing of samples and is in no checkpoint; torch.rand and its like are each sample's own"
+            f"random numbers: the forward draws from {' and '.join(facts.generators[:3])}, a generator of its own,"
+            " which knows nothing of samples and is in no checkpoint; torch.rand and its like are each sample's own"
         )
     if alone.get(RESEEDED):
         return _randomness_cause(first, facts, results.drawn)
@@ -187,13 +187,13 @@ def _division_cause(
         )
     if first.phase == Phase.DATA and facts.redrawn:
         return (
-            "the data: an item is another one when it is read again with the same seed. It draws from a generator of its"
-            " own, which depends on what this process has read before, or remembers something"
+            "the data: an item is another one when it is read again with the same seed. It draws from a generator of"
+            " its own, which depends on what this process has read before, or remembers something"
         )
     if first.phase == Phase.LOSS and first.gap < 1e-6:  # less than rounding in the precision of most runs
         return (
-            "the task: Task.loss or Task.weight adds up numbers of its own in fp32, so their sum depends a little on how"
-            " a batch is divided; torch.tensor([…], dtype=torch.float64) there"
+            "the task: Task.loss or Task.weight adds up numbers of its own in fp32, so their sum depends a little on"
+            " how a batch is divided; torch.tensor([…], dtype=torch.float64) there"
         )
     factor = _explain_ratio(first.ratio, facts)
     by = f" It is {factor} times that of one process" if factor else ""
