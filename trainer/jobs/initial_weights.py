@@ -135,26 +135,28 @@ class InitialWeights:
         ]
 
     def _refuse_random(self, weights: WeightSource, network: nn.Module, build: Callable[[int], nn.Module]) -> None:
-        """Refusal where something is frozen that neither the file gives nor the constructor makes without chance."""
+        """Refusal where something frozen would keep random values, or those of a copy whose original is replaced."""
         lacking = [name for name, _ in named_state(network) if name in self._frozen - self._shapes.keys()]
         # the seed of the run last: random numbers go on from there as if nothing had been built here
         other, own = (dict(named_state(build(add))) for add in (1, 0)) if lacking else ({}, {})
-        if chance := [name for name in lacking if not torch.equal(own[name], other[name])]:
-            # the same tensors may have had two places, as those of a policy and of its reference
-            fitting, how = match_names(weights.tensors, chance)
-            fits = [
-                name for name in fitting if name in chance and weights.tensors[fitting[name]].shape == own[name].shape
-            ]
-            both = (
-                f"; {len(fits)} of them it gives{how.replace(',', '')}, so a file with both names gives all"
-                if fits
-                else ""
-            )
-            raise Refusal(
-                f"{format_count(len(chance), 'frozen tensor')} would stay random: {format_names(chance, _SHOWN)}."
-                f" {weights.path} gives {len(self._names)} others{self._how}{both}. Or the network's constructor loads"
-                " them, or they are not frozen"
-            )
+        # the same tensor of the file may have two places, as in a policy and in its reference
+        fitting, how = match_names(weights.tensors, lacking) if lacking else ({}, "")
+        originals = {stored: name for name, stored in self._names.items()}
+        copies = {name: own[originals[fitting[name]]] for name in lacking if fitting.get(name) in originals}
+        wrong = [
+            name
+            for name in lacking
+            if not torch.equal(own[name], other[name]) or torch.equal(own[name], copies.get(name, torch.empty(0)))
+        ]
+        if not wrong:
+            return
+        fits = sum(name in copies for name in wrong)
+        both = f"; {fits} of them it gives{how.replace(',', '')}, so a file with both names gives all" if fits else ""
+        raise Refusal(
+            f"{format_count(len(wrong), 'frozen tensor')} would stay as built: {format_names(wrong, _SHOWN)}."
+            f" {weights.path} gives {len(self._names)} others{self._how}{both}. Or the network's constructor loads"
+            " them, or they are not frozen"
+        )
 
 
 def _random_note(network: nn.Module) -> list[str]:
