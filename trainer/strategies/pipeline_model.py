@@ -205,7 +205,7 @@ class PipelineModel(ShardedModel):
     # the schedule
 
     def _get_schedule(self, batches: list[Any]) -> Any:
-        """The schedule for micro-batches of these shapes. Collective if it is new on a data rank."""
+        """Collective: the schedule for micro-batches of these shapes."""
         trees = [tensors((batch.inputs, batch.targets)) for batch in batches]
         shapes = {tuple((tuple(tensor.shape), tensor.dtype) for tensor in tree) for tree in trees}
         if len(shapes) > 1:
@@ -214,11 +214,9 @@ class PipelineModel(ShardedModel):
                 " length, or use strategy=ddp or fsdp"
             )
         key = (*shapes, len(batches))
-        is_new = key not in self._schedules
-        if self._is_spread or self.strategy.sync_bn:  # then a forward is collective over the data ranks
-            # the data ranks; one byte: is it new to any of them?
-            is_new = any(self.strategy.data_group.max_values([is_new]))
-        if is_new:
+        # a forward may be collective over the data ranks: it gathers a stage, or a task's `gather` rows
+        # the data ranks; one byte: is it new to any of them?
+        if any(self.strategy.data_group.max_values([key not in self._schedules])):
             # one forward without effects, to see which shapes are sent; some schedules gather them ahead
             with (
                 torch.no_grad(),
