@@ -1,8 +1,7 @@
-"""Opens and replaces files of a run safely: no link is followed, no device opened; a replaced file is never half new.
+"""Opens and replaces files of a run safely: no file is a link or a device; a replaced file is never half new.
 
 A run's folder may come from a stranger. A link in it could lead what a run writes into any file of the user's, and a
-pipe would keep it waiting for ever. The folder itself may be reached through links, which the user has made: `real`
-follows those, once; so whatever link is met behind it was put there by somebody else.
+pipe would keep it waiting for ever. Folders in it may be links: people keep checkpoints on another disk.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from typing import cast
 
 from trainer.messages import Refusal, escape_line
 
-_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
 
 class UnsafeFile(Refusal, OSError):
     """A link, a pipe or a device in the folder of a run. For who reads it is a file that cannot be read."""
 
     def __init__(self, path: str | Path, what: str) -> None:
         super().__init__(
-            f"{escape_line(path)} is {what}: in a run's folder no link is followed, and nothing is opened but regular"
-            " files. Remove it; a folder on another disk is chosen with run.root or run.dir"
+            f"{escape_line(path)} is {what}: in a run's folder nothing is opened but regular files, and folders, which"
+            " may be links to others. Remove it"
         )
         self.strerror = f"it is {what}, which is not opened in a run's folder"
 
@@ -42,18 +39,14 @@ def resolve_links(path: str | Path) -> Path:
 
 
 def open_descriptor(path: str | Path, flags: int) -> int:
-    """A descriptor of a regular file, for `open`. UnsafeFile where it is none, or a part of its path is a link."""
-    path = Path(path)
-    folder = _open_folder(path.parent, make=False)
+    """A descriptor of a regular file, for `open`. UnsafeFile where it is none."""
     try:
-        # O_NONBLOCK: not to wait for the other end of a pipe
-        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        # O_NOFOLLOW: of the name alone, not of folders before it; O_NONBLOCK: not to wait for the other end of a pipe
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise UnsafeFile(path, describe_entry(path)) from None
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(folder)
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnsafeFile(path, describe_entry(path))
@@ -66,17 +59,22 @@ def open_file(path: Path, mode: str, buffering: int = -1) -> BufferedRandom:
 
 
 def make_folder(path: Path) -> Path:
-    """The folder, made with those above it where there are none. UnsafeFile where one of them is a link, or a file."""
-    os.close(_open_folder(path, make=True))
+    """The folder, made with those above it where there are none. UnsafeFile where one of them is a file."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        folders = (*reversed(path.parents), path)
+        wrong = next(place for place in folders if os.path.lexists(place) and not place.is_dir())
+        raise UnsafeFile(wrong, describe_entry(wrong)) from None
     return path
 
 
 def refuse_unsafe_files(folder: Path) -> None:
-    """UnsafeFile for the first link, pipe or device that a run would meet in its folder, or in that of a job."""
+    """UnsafeFile for the first linked file, pipe or device that a run would meet in its folder, or in that of a job."""
     for place in (folder, folder / "logs", folder / "tensorboard"):
-        if place.is_dir() and not place.is_symlink():
+        if place.is_dir():
             for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
-                if not entry.is_dir(follow_symlinks=False) and not entry.is_file(follow_symlinks=False):
+                if not entry.is_dir() and not entry.is_file(follow_symlinks=False):
                     raise UnsafeFile(entry.path, describe_entry(entry.path))
 
 
@@ -87,42 +85,13 @@ def describe_entry(path: str | Path) -> str:
     return "a folder" if os.path.isdir(path) else "no regular file"
 
 
-def _open_folder(path: Path, make: bool) -> int:
-    """A descriptor of this folder, reached from the root by folders alone; make: those that are not there."""
-    path = path.absolute()
-    # name by name, each below the descriptor of its parent: nobody can put a link in between meanwhile
-    descriptor, so_far = os.open(path.anchor, _FOLDER_FLAGS), Path(path.anchor)
-    for name in path.parts[1:]:
-        above, so_far = descriptor, so_far / name
-        try:
-            if make:
-                _make_one_folder(name, above)
-            descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=above)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise UnsafeFile(so_far, describe_entry(so_far)) from None
-            raise OSError(error.errno, error.strerror, str(so_far)) from None
-        finally:
-            os.close(above)
-    return descriptor
-
-
-def _make_one_folder(name: str, above: int) -> None:
-    """Make a folder of this name, unless there is one. Not tried where there is: a disk may be read-only above it."""
-    try:
-        os.stat(name, dir_fd=above, follow_symlinks=False)
-    except FileNotFoundError:
-        with suppress(FileExistsError):  # another rank was faster
-            os.mkdir(name, dir_fd=above)
-
-
 _FULL_BELOW = 2**20  # bytes; a disk with less than that counts as full
 
 
 def replace_file(path: Path, data: bytes | str | Iterator[bytes], lasting: bool = True) -> None:
     """Put a file in the place of another in one step; `lasting`: it also survives a power cut.
 
-    No link is followed on the way there; one that stands in that place goes, and what it led to stays.
+    A link that stands in that place goes, and what it led to stays.
     """
     # in the same folder, so that the replacement is one step of the file system
     draft = path.with_name(f".{path.name}.{os.getpid()}")
