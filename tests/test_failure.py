@@ -130,6 +130,15 @@ def test_of_bad_data_the_sentence_is_all_that_is_said(tmp_path):
     assert left_for_launcher(tmp_path, 1)["extraInfo"]["py_callstack"] == screen.rstrip()  # torchrun's last block
 
 
+@pytest.mark.parametrize("fault", ["ConnectionResetError('Connection reset by peer')", "RuntimeError('Broken pipe')"])
+def test_a_connection_of_its_own_that_breaks_is_no_other_rank_s_end(tmp_path, fault):
+    codes, screen = ranks(GROUP.replace("FAULT", f"raise {fault}"), tmp_path)
+    assert codes == [1, 1]
+    assert screen.startswith("rank 1 of 2 failed at step 17:\nTraceback (most recent call last):\n")
+    assert "Another process" not in screen
+    assert status(tmp_path)["root_rank"] == 1
+
+
 def test_a_killed_rank_is_reported_by_the_others(tmp_path):
     codes, screen = ranks(GROUP.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)"), tmp_path)
     assert codes == [1, -signal.SIGKILL]

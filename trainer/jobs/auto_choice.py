@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from trainer.configuration.command_line import add_overrides, quote_path
 from trainer.jobs.plan.choice import choose_row, format_mib
 from trainer.jobs.plan.devices import DEVICES, OWN
 from trainer.jobs.run_parts import AutoChoice, RunParts
-from trainer.launch.child_processes import run_program
+from trainer.launch.child_processes import import_path, run_program
 from trainer.launch.devices import accelerator_names, available_memory_per_rank, total_memory
 from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.store_collectives import broadcast_from_main, gather_to_main
@@ -155,11 +154,10 @@ def _make_plan(question: _Question) -> tuple[dict[str, Any] | None, str]:
             f"precision={run.machine.resolved_precision}",
             "device=cpu",  # tensors without values need no accelerator, and its driver would take memory
         ]
-        here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
         environment = {
             **without_launcher_variables(os.environ),
             **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""),
-            "PYTHONPATH": here,
+            "PYTHONPATH": import_path(),
             "TRAINER_PARENT": str(os.getpid()),
         }
         code, printed = run_program(add_overrides(arguments, *added), environment)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +42,18 @@ def start_program(
         stderr=stderr,
         start_new_session=True,  # a terminal's Ctrl-C comes to this process alone, which forwards it once
     )
+
+
+def import_path() -> str:
+    """PYTHONPATH for a process of this Python: all that can be imported here, but for what it finds by itself.
+
+    Another Python that a process calls (gsutil, a tool of the system) would find this one's standard library there.
+    """
+    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    library += [*site.getsitepackages(), site.getusersitepackages(), str(Path(library[0], "lib-dynload"))]
+    library += [path for path in sys.path if path.endswith(f"python{sys.version_info[0]}{sys.version_info[1]}.zip")]
+    known = {os.path.realpath(path) for path in library}
+    return os.pathsep.join(path for path in sys.path if path and os.path.realpath(path) not in known)
 
 
 def run_program(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

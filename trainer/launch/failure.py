@@ -44,6 +44,7 @@ _EXIT_TIMEOUT = 10.0  # seconds after which a failed process is gone, whatever h
 PEER_GONE = "Another process of the run ended without a message: it was killed, perhaps because memory ran out."
 # What a rank sees when another one failed: gloo's, NCCL's and the store's messages about a connection that broke. With
 # each, what to say of that other rank in case it never reports anything itself.
+_SPEAKERS = re.compile("gloo|NCCL|c10d|TCPStore|SocketImpl|ProcessGroup|connectFullMesh", re.IGNORECASE)
 _PEER_ERRORS = {
     r"connection (was )?(closed|reset)|closed by peer|broken pipe|remote process exited": PEER_GONE,
     r"socket timeout|timed out( waiting|!)|timeout[\s\S]*NCCL|(NCCL|ProcessGroup)[\s\S]*(timed out|timeout)": (
@@ -54,10 +55,20 @@ _PEER_ERRORS = {
 
 
 def peer_failure(error: BaseException) -> str | None:
-    """What an error says about another rank, empty if nothing certain; None where it is this one's own."""
-    text = "\n".join(str(cause) for cause in error_chain(error) if isinstance(cause, RuntimeError | OSError))
+    """What an error says about another rank, empty if nothing certain; None where it is this one's own.
+
+    Of a bucket, a download or ffmpeg there are errors of the same words (Connection reset by peer).
+    """
+    of_ranks = filter(_is_of_torch_distributed, error_chain(error))
+    text = "\n".join(map(str, of_ranks))
     matches = (message for pattern, message in _PEER_ERRORS.items() if re.search(pattern, text, re.IGNORECASE))
     return next(matches, None)
+
+
+def _is_of_torch_distributed(error: BaseException) -> bool:
+    """Has torch raised it for a connection between ranks?"""
+    by_class = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch may not be imported
+    return by_class or (isinstance(error, RuntimeError) and bool(_SPEAKERS.search(str(error))))
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

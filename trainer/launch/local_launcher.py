@@ -22,7 +22,7 @@ from selectors import EVENT_READ, DefaultSelector
 from subprocess import Popen
 from typing import NamedTuple, Self, TextIO, TypedDict
 
-from trainer.launch.child_processes import child_environment, forward_signals, start_program
+from trainer.launch.child_processes import child_environment, forward_signals, import_path, start_program
 from trainer.launch.failure import STOPPED
 from trainer.launch.rank_output import say
 from trainer.launch.run_status import read_status
@@ -149,7 +149,7 @@ def _rank_environment(rank: int, count: int, scratch: Path) -> dict[str, str]:
         **_loopback_interfaces(),
         **child_environment(scratch, rank),
         # what can be imported here can be imported there, wherever it lies; mp.spawn does as much
-        "PYTHONPATH": os.pathsep.join(str(path) for path in sys.path if path),
+        "PYTHONPATH": import_path(),
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_RANK": str(rank),

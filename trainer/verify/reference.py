@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 
 from trainer.configuration.command_line import add_overrides, quote_path
 from trainer.jobs.run_parts import PreparedRun, RunParts
-from trainer.launch.child_processes import run_program
+from trainer.launch.child_processes import import_path, run_program
 from trainer.launch.launcher_environment import without_launcher_variables
 from trainer.launch.stop_signals import StopRequest
 from trainer.launch.store_collectives import broadcast_from_main
@@ -38,8 +37,10 @@ def make_reference(run: PreparedRun, samples: int, path: Path) -> None:
         # this run's words, but for those that say how many processes there are and what is compared
         replaced = ("processes=", "job.reference=", "job.batch=")
         arguments = [word for word in run.arguments if not word.startswith(replaced)]
-        here = os.pathsep.join(part for part in sys.path if part)  # what can be imported here can be imported there
-        environment = without_launcher_variables(os.environ) | {"PYTHONPATH": here, "TRAINER_PARENT": str(os.getpid())}
+        environment = without_launcher_variables(os.environ) | {
+            "PYTHONPATH": import_path(),
+            "TRAINER_PARENT": str(os.getpid()),
+        }
         words = add_overrides(arguments, f"job.batch={samples}", f"job.record={quote_path(path)}")
         code, printed = run_program(words, environment)
         output = printed.strip()[-_LAST:]
