@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import takewhile
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from trainer.learning.freezing import NORMS, StaysInEvaluation
 from trainer.loop.trainer import Trainer
 from trainer.parallel.ranks import gather_exceptions
 
+_SECONDS = 5.0  # after which no further item is read twice
 _READ_TWICE = 8  # items: a flip that chance decides may come out alike
 # relative to a loss: more than padding changes where it is masked, in the precision of the run
 _ROUNDING = {"fp64": 1e-6, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
@@ -45,7 +48,9 @@ def _own_generator_notes(run: PreparedRun) -> list[str]:
         num_workers=workers,
         generator=torch.Generator().manual_seed(0),  # or it would draw from the global one
     )
-    if not any(twice):
+    began = perf_counter()
+    # a minute for eight films is too much
+    if not any(takewhile(lambda _: perf_counter() - began < _SECONDS, twice)):
         return []
     return [
         f"{type(run.training).__name__}: an item is another one when it is read again with the same seed. Its random"

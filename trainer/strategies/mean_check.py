@@ -19,6 +19,7 @@ from trainer.parallel.batch_gather import UnreachableRanks, set_gather_ranks
 from trainer.strategies.loss import total_loss
 
 _BYTES = 2**26  # kept of outputs and targets: a step's memory must not grow with them
+_MOST_STATE = 2**24  # bytes of a task's own variables, beside tensors
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -45,10 +46,10 @@ class MeanCheckingTask(TaskWrapper):
 
     def _state(self, *trees: Any) -> bytes | None:
         """What changes where the loss changes something of its task, or of these tensors; None: it cannot be seen."""
-        buffer = BytesIO()
+        buffer = _SmallBuffer()
         try:
             _StatePickler(buffer).dump((vars(self.inner), [*map(list, map(tensors, trees))]))
-        except Exception:  # a lock, an open file
+        except Exception:  # a lock, an open file, a whole data set
             return None
         return buffer.getvalue()
 
@@ -95,6 +96,16 @@ class MeanCheckingTask(TaskWrapper):
                 if one == same and total and abs(one - mean) > limit * max(map(abs, (one, *losses))):
                     return _describe(one, mean, size)
         return ""
+
+
+class _SmallBuffer(BytesIO):
+    """OverflowError where more is written than a task should hold."""
+
+    @override
+    def write(self, part: Any) -> int:
+        if self.tell() + len(part) > _MOST_STATE:
+            raise OverflowError
+        return super().write(part)
 
 
 class _StatePickler(pickle.Pickler):
