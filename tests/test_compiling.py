@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,15 +11,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 
 from tests.commands import SMALL
 from tests.inside import product
 from trainer.launch.rendezvous import Launch
+from trainer.learning.parallel_plan import Plan
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 from trainer.parallel.compile import Compiler, CompileSettings, without_compile
-from trainer.parallel.rng.compiled_rng import CompiledSampleRNG, make_rng
+from trainer.parallel.rng.kernels import install_kernels, uninstall_kernels
+from trainer.parallel.rng.sample_rng import make_rng
 
 # torch silences it by replacing the function that shows warnings, which an error passes by
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -45,10 +45,10 @@ class Graphs(Compiler):
     """Its graphs run as they are: no compiler is called."""
 
     def __init__(self) -> None:
-        super().__init__(CompileSettings(), CompiledSampleRNG.modes)
+        super().__init__(CompileSettings(), make_rng("sample", 0, torch.device("cpu")))
         self.made: list[Any] = []
 
-    def _compile_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def _compile_graph(self, graph: torch.fx.GraphModule, inputs: Any, below: Any = None) -> Callable[..., Any]:
         self.made.append(graph)
         return graph.forward
 
@@ -160,26 +160,44 @@ class Noisy(nn.Module):
         return self.mlp(self.mlp(x * kept)) + 0.1 * torch.empty_like(x).uniform_()
 
 
+# torch 2.11 changes the order of draws in branches of a graph: there the run refuses to compile what draws
+ORDERED = pytest.mark.skipif(torch.__version__ < "2.13", reason="the order of draws in a graph: torch 2.13 or newer")
+
+
 class Rare(Noisy):
-    """Draws by functions that end a graph."""
+    """Draws by rarer functions, and where branches of a graph do not wait for each other."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.alpha_dropout(x, 0.1, self.training)) + F.gumbel_softmax(x)
+        branches = F.alpha_dropout(x, 0.1, self.training), F.gumbel_softmax(x), F.dropout(x.sin(), 0.3)
+        return super().forward(branches[0] * branches[2]) + branches[1] + 0.1 * torch.rand(x.shape, dtype=x.dtype)
 
 
-# the graphs as Inductor would get them
-@patch("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+class Chained(nn.Module):
+    """Blocks of one kind, one of them called twice, and draws between them."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([kind(), kind()]), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.first(x), 0.1, self.training)
+        for block in (*self.blocks, self.blocks[0]):
+            x = F.dropout(block(x), 0.1, self.training)
+        return self.last(x)
+
+
 def curve(kind: type[nn.Module], compiled: str, mode: Any = "none") -> list[float]:
     """Losses of three steps of two micro-batches, and of evaluations after them."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(8, 8), kind(), kind(), nn.Linear(8, 4)).double()
-    rng = make_rng("sample", bool(compiled), 7, torch.device("cpu"))
-    rng.watch(network, may_draw=False)
+    network = Chained(kind).double()
+    rng, units = make_rng("sample", 7, torch.device("cpu")), ["blocks.0", "blocks.1"]
+    rng.watch(network, Plan(shard=tuple(units)))
+    install_kernels(torch.device("cpu"), "sample", compiled=True)
     if mode != "none":
-        apply_activation_checkpointing(network, ["1", "2"], mode)
+        apply_activation_checkpointing(network, units, mode)
     if compiled:
-        compiler = Compiler(CompileSettings(), CompiledSampleRNG.modes)
-        compiler.compile_units(network, ["1", "2"] if compiled == "units" else [], mode != "none")
+        compiler = Compiler(CompileSettings(), rng)
+        compiler.compile_units(network, units if compiled == "units" else [], mode != "none")
     optimizer, losses = torch.optim.SGD(network.parameters(), 0.1), []
     for step in range(3):
         x, indices = (
@@ -200,6 +218,7 @@ def curve(kind: type[nn.Module], compiled: str, mode: Any = "none") -> list[floa
             losses.append(float(network.eval()(x).square().mean()))
         network.train()
     torch.compiler.reset()
+    uninstall_kernels("sample")
     return losses
 
 
@@ -212,25 +231,12 @@ def curve(kind: type[nn.Module], compiled: str, mode: Any = "none") -> list[floa
         (Noisy, "units", "units"),
         (Noisy, "units", "operators"),
         (Noisy, "network", "units"),
-        (Rare, "units", "none"),
+        pytest.param(Rare, "units", "none", marks=ORDERED),
+        pytest.param(Rare, "network", "none", marks=ORDERED),
     ],
 )
 def test_compiled_each_sample_draws_what_it_draws_without(kind: type[nn.Module], compiled: str, mode: Any) -> None:
     assert curve(kind, compiled, mode) == pytest.approx(curve(kind, ""), abs=1e-12)
-
-
-class Random(nn.Module):
-    """Draws by a function without a tensor among its arguments."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.rand(x.shape, dtype=x.dtype)
-
-
-def test_torch_rand_gives_samples_their_numbers_or_is_refused() -> None:
-    is_hidden = torch.__version__.startswith("2.11")
-    how = pytest.raises(RuntimeError, match=r"write torch\.empty_like\(x\)\.uniform_") if is_hidden else nullcontext()
-    with how:
-        assert curve(Random, "units") == pytest.approx(curve(Random, ""), abs=1e-12)
 
 
 class Recurrent(nn.Module):
@@ -247,45 +253,6 @@ class Recurrent(nn.Module):
 
 def test_recurrent_layers_learn_the_same_beside_graphs() -> None:
     assert curve(Recurrent, "network") == pytest.approx(curve(Recurrent, ""), rel=1e-12)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("compiled", ["units", "network"])
-def test_what_a_graph_that_ends_would_draw_again_otherwise_is_an_error(compiled: str) -> None:
-    with pytest.raises(Exception, match=r"(?s)disable|graph.?break"):  # torch's, with the line
-        curve(Rare, compiled, "units")
-
-
-def test_what_changes_from_step_to_step_is_not_taken_to_lie_where_it_is() -> None:
-    """Or torch would record CUDA graphs anew in every step, which took ten times as long as none on an H200."""
-    static: dict[tuple[int, ...], bool] = {}
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        static.update(
-            {tuple(x.shape): hasattr(x, "_dynamo_static_input_type") for x in inputs if isinstance(x, Tensor)}
-        )
-        return graph.forward
-
-    class Dropped(nn.Sequential):  # with code of its own: torch 2.11 leaves modules of torch as they are
-        def forward(self, x: Tensor) -> Tensor:
-            return self[1](self[0](x))
-
-    network, device = Dropped(nn.Linear(4, 6), nn.Dropout(0.5)), torch.device("cpu")
-    rng = make_rng("sample", True, 0, device)
-    rng.watch(network, False)
-    network.compile(backend=backend)
-    rng.begin_forward(torch.arange(5), 0, 0, 0)
-    with rng:
-        network(torch.randn(5, 4))
-    torch.compiler.reset()
-    weights, batch, streams = static[6, 4], static[5, 4], static[5,]
-    assert (weights, batch, streams) == (True, False, False)
-
-
-def test_what_no_compiler_shows_is_refused_in_a_graph(compiler: Graphs) -> None:
-    graph = torch.fx.symbolic_trace(lambda x: x + torch.rand_like(x))
-    with pytest.raises(RuntimeError, match=r"calls rand_like, .* write torch\.empty_like\(x\)\.uniform_"):
-        Compiler(CompileSettings(), CompiledSampleRNG.modes).backend(graph, [])
 
 
 def test_graphs_of_training_and_of_an_evaluation_are_counted_in_the_output(

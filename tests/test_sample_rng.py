@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Beta, Binomial, Gamma
+from torch.distributions import Beta, Binomial, Categorical, Gamma, Normal
 from torch.utils.checkpoint import checkpoint
 
+from trainer import Plan, Task
 from trainer.data.rng import Random, TensorPart
-from trainer.parallel.rng import function_mode
+from trainer.parallel.rng.kernels import install_kernels, uninstall_kernels
+from trainer.parallel.rng.row_owners import find_draw_sites
 from trainer.parallel.rng.sample_rng import SampleRNG
 
 BATCH, WIDTH = 6, 8
@@ -116,9 +120,27 @@ def drawn(chance: SampleRNG, network: nn.Module, x: Tensor, at: slice, step: int
         return network(x[at])
 
 
-def chanced(network: nn.Module) -> tuple[SampleRNG, nn.Module]:
-    chance = SampleRNG(3, torch.device("cpu"))
-    chance.watch(network, may_draw=False)
+class Sum(Task):
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        return output.sum()
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    install_kernels(torch.device("cpu"), "sample")
+    yield
+    uninstall_kernels("sample")
+
+
+def chanced(network: nn.Module, x: Tensor | None = None) -> tuple[SampleRNG, nn.Module]:
+    """The random numbers of a network whose draws were looked at, with samples like these."""
+    chance, device = SampleRNG(3, torch.device("cpu")), torch.device("cpu")
+    dtype = next((p.dtype for p in network.parameters()), torch.float32)
+    samples = torch.randn(3, 5, WIDTH, dtype=dtype) if x is None else x
+    sites = find_draw_sites(Sum(), network, lambda count: (samples[:count], samples[:count]), device)
+    assert sites.failure == ""
+    chance.watch(network, Plan())
+    chance.learn(sites)
     return chance, network
 
 
@@ -150,13 +172,20 @@ def test_a_sample_draws_the_same_whatever_runs_beside_it(kind: str) -> None:
     assert not torch.allclose(network(x), whole, atol=1e-3)
 
 
+class Twice(nn.Module):
+    """Two modules that draw, one of them twice, and a draw of its own: their masks of ones, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones_like(x)
+        return torch.stack([self.one(ones), self.other(ones), self.one(ones), F.dropout(ones, 0.5)])
+
+
 def test_every_module_and_every_call_of_it_draws_its_own() -> None:
-    network = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
-    chance, _ = chanced(network)
-    chance.begin_forward(torch.arange(BATCH), 0, 0)
-    ones = torch.ones(BATCH, 50)
-    with chance:
-        masks = [network[at](ones) for at in (0, 1, 0)] + [F.dropout(ones, 0.5)]
+    masks = drawn(*chanced(Twice()), torch.ones(BATCH, 5, WIDTH), slice(0, BATCH))
     for at, mask in enumerate(masks):
         assert [torch.equal(mask, other) for other in masks] == [at == other for other in range(4)]
         assert len(mask.unique(dim=0)) == BATCH
@@ -282,7 +311,7 @@ def test_a_part_has_the_numbers_of_the_whole(dim: int) -> None:
 def test_a_sample_that_is_padded_draws_what_it_draws_without(draw: Any, dims: int) -> None:
     """Weights of attention (B, heads, T, T) among them, of which each row stands elsewhere in a wider tensor."""
     chance, network = chanced(Calls(lambda x: draw(x, 0.5)))
-    wide, narrow = torch.full((BATCH, 4, 9, 8)[: dims + 1], 0.5), torch.full((BATCH, 4, 6, 5)[: dims + 1], 0.5)
+    wide, narrow = torch.full((BATCH, 40, 9, 8)[: dims + 1], 0.5), torch.full((BATCH, 40, 6, 5)[: dims + 1], 0.5)
     both = [drawn(chance, network, x, slice(0, BATCH)) for x in (wide, narrow)]
     assert torch.equal(both[0][:, :, :6, :5] if dims == 3 else both[0][:, :, :6] if dims == 2 else both[0], both[1])
     assert len(both[0].flatten(1).unique(dim=0)) == BATCH
@@ -363,23 +392,6 @@ def test_numbers_of_each_type_have_torchs_mean_and_deviation(dtype: torch.dtype)
         assert float(found[kind].std()) == pytest.approx(deviation, rel=0.02), kind
 
 
-def test_rows_that_are_no_samples_are_noticed() -> None:
-    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-    chance, _ = chanced(network)
-
-    def forward(rows: int, samples: int) -> list[str]:
-        chance.begin_forward(torch.arange(samples), 0, 0)
-        with chance:
-            network(torch.ones(rows, WIDTH))
-        return chance.pop_notes()
-
-    # samples themselves, several rows of each, then nodes of graphs
-    assert [forward(*sizes) for sizes in ((6, 6), (12, 6), (8, 4))] == [[], [], []]
-    (fact,) = forward(17, 4)
-    assert "1 draws random numbers for 12 rows in one micro-batch and for 17 in another, which are not its 4" in fact
-    assert forward(23, 4) == []  # said once
-
-
 def test_masks_are_the_same_bits_on_every_machine() -> None:
     kept = Random(1, 2, torch.tensor([5, 2**40])).bernoulli(0.5, 2, 2, 8)
     assert ["".join(map(str, sample)) for sample in kept.int().flatten(1).tolist()] == [
@@ -388,13 +400,109 @@ def test_masks_are_the_same_bits_on_every_machine() -> None:
     ]
 
 
-def test_attention_that_keeps_all_its_weights_says_so_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For flash attention draws by itself; short sequences lose nothing that is worth a word."""
-    function_mode._warn_of_attention_weights.cache_clear()
-    chance, network = chanced(DRAWING["attention"]())
-    for many, words in ((function_mode._MANY_WEIGHTS, 0), (BATCH * 25, 1), (1, 1)):
-        monkeypatch.setattr(function_mode, "_MANY_WEIGHTS", many)
-        drawn(chance, network, torch.randn(BATCH, 5, WIDTH), slice(0, BATCH))
-        assert sum("loop.dropout=native" in record.getMessage() for record in caplog.records) == words
+class Sized(nn.Module):
+    """A layer, and what is made of its output."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], width: int = WIDTH) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, width), function
+        self.weight, self.token = nn.Parameter(torch.ones(6, 3)), nn.Parameter(torch.ones(1, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.layer(x))
+
+
+def views(self: Sized, h: Tensor) -> Tensor:
+    """As SimCLR and DPO: (2 · B, …), one view after the other."""
+    a, b = F.dropout(torch.cat([h[:, 0], h[:, 1]]), 0.5).chunk(2)
+    return torch.stack([a, b], 1)
+
+
+def rows(self: Sized, h: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """Patches and their like: (B · 5, …), sample after sample."""
+    return draw(h.flatten(0, 1)).unflatten(0, (-1, 5))
+
+
+def by_hand(self: Sized, h: Tensor) -> Tensor:
+    """Attention as many write it, with as many tokens as a head is wide."""
+    weights = F.dropout((h @ h.mT).softmax(-1), 0.5)
+    return weights @ h
+
+
+def attended(h: Tensor) -> Tensor:
+    q = h.view(len(h), 2, 2, -1)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).reshape(h.shape)
+
+
+# rows that belong to samples, though no size says so: (B, 5, WIDTH) to a tensor with the samples in front
+OWNED: dict[str, Callable[[Sized, Tensor], Tensor]] = {
+    "views": views,
+    "rows": partial(rows, draw=lambda h: F.dropout(h, 0.5)),
+    "rows, channels": partial(rows, draw=lambda h: F.dropout1d(h[:, :, None], 0.5)[:, :, 0]),
+    "rows, 2d": partial(rows, draw=lambda h: F.dropout2d(h[:, :, None, None], 0.5)[:, :, 0, 0]),
+    "rows, alpha": partial(rows, draw=lambda h: F.alpha_dropout(h, 0.5, True)),
+    "rows, rand_like": partial(rows, draw=lambda h: h * torch.rand_like(h)),
+    "rows, rand": partial(rows, draw=lambda h: h * torch.rand(len(h), 1)),
+    "rows, randn": partial(rows, draw=lambda h: h + torch.randn(h.shape)),
+    "rows, bernoulli_": partial(rows, draw=lambda h: h * h.new_empty(len(h), 1).bernoulli_(0.5)),
+    "rows, attention": partial(rows, draw=attended),
+    "rows, time first": lambda self, h: F.dropout(h.transpose(0, 1), 0.5).transpose(0, 1),
+    "as wide as the batch": lambda self, h: F.dropout(h[:, 0, :3], 0.5),
+    "attention by hand": by_hand,
+    "categorical": lambda self, h: h[:, 0] * Categorical(logits=h[:, 0]).sample()[:, None],
+    "several categories": lambda self, h: h[:, 0, :4] * torch.multinomial(h[:, 0].softmax(-1), 4, True),
+    "normal": lambda self, h: Normal(h, 1.0).rsample(),
+    "poisson": lambda self, h: torch.poisson(h.exp()) + torch.distributions.Gamma(h.exp(), 1.0).sample(),
+    "indices": lambda self, h: h[torch.arange(len(h)), torch.randint(0, 5, (len(h),), dtype=torch.long)],
+    "random masking": lambda self, h: h.gather(
+        1, torch.rand(len(h), 5).argsort(1)[:, :2, None].expand(-1, -1, h.shape[-1])
+    ),
+    "where it begins": lambda self, h: h.masked_fill(
+        (torch.arange(5) >= (torch.rand(len(h)) * 5).long()[:, None])[..., None], 0.0
+    ),
+    "a token of the network": lambda self, h: torch.cat([F.dropout(self.token.expand(len(h), -1, -1), 0.5), h], 1),
+    "rrelu": lambda self, h: F.rrelu(h, training=True),
+    "of a weight": lambda self, h: h[..., :3] * F.dropout(self.weight * 1, 0.5).sum(0),
+    "in bf16": lambda self, h: F.dropout(h.bfloat16(), 0.5).float(),
+}
+
+
+@pytest.mark.parametrize("kind", OWNED)
+def test_a_row_belongs_to_its_sample_whatever_its_place(kind: str) -> None:
+    """As the data flow, not as sizes look: 3 and 6 samples, of which one layout's size is a multiple, too."""
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, 5, WIDTH)
+    chance, network = chanced(Sized(OWNED[kind]), x[:3])
+    assert chance.sites is not None
+    assert chance.sites.notes == []
+    whole = drawn(chance, network, x, slice(0, 6))
+    parts = torch.cat([drawn(chance, network, x, at) for at in (slice(3, 6), slice(0, 3))]).roll(3, 0)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
+    assert not torch.allclose(drawn(chance, network, x, slice(0, 6), step=1), whole, atol=1e-3)
+    assert chance.pop_notes() == []
+
+
+# what nobody can give to samples: it is said, with what to write instead
+SAID: dict[str, tuple[Callable[[Sized, Tensor], Tensor], str]] = {
+    "mixed": (lambda self, h: F.dropout(h - h.mean(0), 0.5), "samples are mixed before"),
+    "a permutation of the batch": (lambda self, h: h + h[torch.randperm(len(h))], "the order of a batch"),
+    "NumPy, for each sample": (
+        lambda self, h: torch.stack([row * float(numpy.random.rand()) for row in h]),
+        r"NumPy's generator.*torch\.rand\(len\(x\)\)",
+    ),
+    "torch, for each sample": (
+        lambda self, h: torch.stack([row * torch.rand(1).item() for row in h]),
+        "as often as there are samples",
+    ),
+    "a generator": (lambda self, h: h * torch.rand(h.shape, generator=torch.Generator()), "generator= out"),
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_what_belongs_to_no_sample_is_said(kind: str) -> None:
+    torch.manual_seed(0)
+    function, words = SAID[kind]
+    chance, _ = chanced(Sized(function))
+    (note,) = chance.pop_notes()
+    assert re.search(words, note), note
+    assert chance.pop_notes() == []

@@ -38,7 +38,7 @@ PRIVATE = {
     # Weak references of LSTMs and their like to their weights, which keep these from being swapped; in 2.11 to 2.15.
     "torch.nn.LSTM(1, 1)._flat_weight_refs": "trainer/parallel/meta_model.py",
     # The mode that sees operators; torch's pages show it under this name, as there is no other.
-    "torch.utils._python_dispatch": "trainer/parallel/rng/dispatch_mode.py",
+    "torch.utils._python_dispatch": "trainer/parallel/dispatch_mode.py",
     # Tensors that have a shape and no values, and lie on any device: torch's pages describe them, under this name.
     "torch._subclasses": "trainer/parallel/pipeline/fake_forward.py",
     # What bool(), item() and unique() of a tensor are for who sees operators; the public names are not seen there.
@@ -63,8 +63,8 @@ PRIVATE = {
     "torch._C._current_graph_task_id": "trainer/parallel/activation_checkpointing.py",
     # torch.compile's own backend, called by ours, which counts graphs; torch.compile(mode=…) takes no other backend.
     "torch._inductor": "trainer/parallel/compile.py",
-    # A unit that is recomputed may note in Python which module draws: in the graph it is the same both times.
-    "torch._dynamo": "trainer/parallel/compile.py",
+    # The switch of the cache that hands out graphs with their gradients, at which nobody has looked; in 2.11 to 2.15.
+    "torch._functorch": "trainer/parallel/compile.py",
     # What a tensor is a view of, which it keeps alive; torch's page on views describes it.
     "torch.Tensor._base": "trainer/parallel/meta_model.py",
 }

@@ -218,7 +218,7 @@ PLANTS = {
         ("strategy=cp",),
         STRETCH,
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng.sample_rng.SampleRNG.set_sequence_shard": lambda original: lambda *_: None},
+        {"trainer.parallel.rng.sample_rng.SampleRNG._find_part": lambda original: lambda *_: None},
     ),
     "masks_of_shards": Plant(
         "a tensor rank draws as if its tokens were all of the sequence",
@@ -226,6 +226,6 @@ PLANTS = {
         ("strategy=tp",),
         ("at step 1, forward",),
         (*STRATEGY, "random numbers"),
-        {"trainer.parallel.rng.sample_rng.SampleRNG.follow_plan": lambda original: lambda *_: None},
+        {"trainer.parallel.rng.sample_rng.SampleRNG._find_part": lambda original: lambda *_: None},
     ),
 }

@@ -23,7 +23,7 @@ from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.context_parallel import Pieces, rank_pieces
-from trainer.parallel.rng.random_draw import ActivationShard, SequenceShard
+from trainer.parallel.rng.random_draw import find_part
 from trainer.strategies.machine import Machine
 from trainer.strategies.tp import TP
 
@@ -69,7 +69,8 @@ def seen(launch: Launch, place: Path, words: list[str]) -> int:
     def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
         nonlocal pairs
         queries, keys = q.shape[2], k.shape[2]
-        pairs += q.shape[:2].numel() * (queries * keys - queries * (queries - 1) // 2)  # each query one key more
+        if torch.is_grad_enabled():  # not of the trial forwards at the start; each query sees one key more
+            pairs += q.shape[:2].numel() * (queries * keys - queries * (queries - 1) // 2)
         return scaled_dot_product_attention(q, k, v, **more)
 
     with patch("recipes.language.causal.scaled_dot_product_attention", attend):
@@ -180,22 +181,22 @@ def test_what_cannot_be_cut_is_refused_before_any_group(processes: Processes, tm
 @pytest.mark.parametrize(("size", "ranks"), [(6, 1), (6, 2), (6, 3), (12, 4)])
 def test_tensor_ranks_that_cut_a_stretch_once_more_know_its_places(size: int, ranks: int) -> None:
     """A stretch of so many tokens, the second of three context ranks'; the tensor ranks' parts are equal."""
-    stretch = SequenceShard(1, size, rank_pieces(1, 3, size, 2))
+    stretch = rank_pieces(1, 3, size, 2)
     places = [*range(size // 2, size), *range(2 * size, 5 * size // 2)]
     for rank in range(ranks):
-        part = stretch.within(ActivationShard(1, 0, Pieces((rank,), ranks))).part((2, size // ranks))
+        pieces = stretch.part(Pieces((rank,), ranks))
+        part = find_part((3 * size, 4), (size // ranks, 4), pieces, loosely=False)
         assert part is not None
         assert (part.dim, part.size) == (1, 3 * size)
         own = places[rank * size // ranks : (rank + 1) * size // ranks]
         assert [place for each in part.places for place in each] == own
 
 
-def test_heads_of_tensor_ranks_that_drop_weights_of_a_stretch_are_refused() -> None:
-    """They would all have the mask of the first heads."""
-    stretch, heads = SequenceShard(1, 6, rank_pieces(0, 2, 6, 2)), ActivationShard(-1, 8, Pieces((1,), 2))
-    assert stretch.of_scores(4).dim == 2
-    with pytest.raises(RuntimeError, match=r"use strategy\.tensor=1, or no dropout in attention"):
-        stretch.within(heads).of_scores(4)
+def test_of_two_dimensions_at_once_no_part_is_known() -> None:
+    """Weights of attention, (heads, tokens, tokens), whose heads tensor ranks share and whose tokens context ranks."""
+    stretch, heads = rank_pieces(0, 2, 6, 2), Pieces((1,), 2)
+    for pieces in (stretch, heads, stretch.part(heads)):
+        assert find_part((2, 12, 12), (1, 6, 12), pieces, loosely=False) is None
 
 
 def test_stretches_that_tensor_ranks_split_again_must_divide_too() -> None:

@@ -17,6 +17,7 @@ from tests.strategies import sequences
 from trainer import Data, Plan, Task, gather
 from trainer.data.dataset_reader import LoaderOptions
 from trainer.data.loader import EvalLoader, TrainLoader, digest_indices
+from trainer.data.sampler import RankSampler
 from trainer.launch.rendezvous import Launch
 from trainer.learning.freezing import freeze
 from trainer.learning.muon import Muon
@@ -432,7 +433,10 @@ def run(launch: Launch, case: Case) -> dict[str, Any]:
         stream = TrainLoader(data, data.train(), strategy.slice, case.batch, case.micro_batches, LoaderOptions())
         # of 101 samples the last batch has 2: some of 3 or 4 ranks have none
         evaluation = EvalLoader(data, data.evaluation(), strategy.slice, 33, case.micro_batches, LoaderOptions())
+        whole_stream = TrainLoader(data, data.train(), RankSampler(0, 1, torch.device("cpu"), case.seed), case.batch)
+        sites = strategy.draw_sites(task, network, whole_stream.example)
         parallel_model = strategy.build(task, network, stream.example())
+        parallel_model.rng.learn(sites)
         groups = parameter_groups(parallel_model.network, False, (), roles)
         optimizer = parallel_model.optimizer(make, groups)
         parallel_model.keep_average(case.average, every=2)

@@ -142,13 +142,13 @@ class TrainLoader:
                     for (indices, inputs, targets), span in zip(step, self._spans, strict=True)
                 ]
 
-    def example(self) -> tuple[Any, Any]:
+    def example(self, count: int = 2) -> tuple[Any, Any]:
         """Two samples of this rank's, as (inputs, targets) on the device: enough to see what a step touches.
 
-        One sample, if some rank has no more: every rank gets as many.
+        Fewer, if some rank has no more: every rank gets as many.
         """
         least = self.length // self._sampler.ranks  # samples of an epoch that every rank has
-        size = min(2, least)
+        size = min(count, least)
         global_batch = self._sampler.ranks * size
         order = self._order(0)[:global_batch]
         ((_, inputs, targets),) = next(self._batches.read(0, order, global_batch, [range(size)]))
@@ -200,10 +200,10 @@ class EvalLoader:
         self._micro_batches = choose_micro_batches(data, dataset, sampler, self._reader)
         self._micro_spans = cache(self._cut)  # all batches but the last one have the same size
 
-    def example(self) -> tuple[Any, Any]:
+    def example(self, count: int = 2) -> tuple[Any, Any]:
         """A sample or two, as (inputs, targets) on the device, as many on every rank: enough to see a step."""
         rank, ranks = self._sampler.rank, self._sampler.ranks
-        least = max(1, min(2, min(self.size, self.micro_batch) // ranks))  # samples that every rank has of a batch
+        least = max(1, min(count, min(self.size, self.micro_batch) // ranks))  # samples that every rank has of a batch
         samples = range(self.size)
         return self._read_samples(torch.tensor(samples[rank::ranks][:least] or samples[-1:]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.jobs.batch_sizes import evaluation_batch_size
 from trainer.jobs.flops import make_utilization
 from trainer.jobs.plan_comparison import PlanComparison
+from trainer.jobs.preparation import small_example
 from trainer.jobs.run_parts import PreparedRun
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.freezing import frozen_names, has_adapters
@@ -131,7 +133,9 @@ def build_model(run: PreparedRun, example: tuple[Any, Any], log: Log) -> tuple[P
     example: a micro-batch (inputs, targets): what is traced, cut or compiled must see its shapes.
     """
     utilization = make_utilization(run, example, log)  # while the network is whole, and all of one kind
+    sites = run.strategy.draw_sites(run.task, run.network, partial(small_example, run, run.training))
     model = run.strategy.build(run.task, run.network, example)
+    model.rng.learn(sites)
     model.work = utilization
     # the optimizer comes after the strategy: it steps what this rank owns by now
     optimizer = make_optimizer(run, model, log)

@@ -199,10 +199,10 @@ def build_weights_on_main(run: PreparedRun, start: CheckpointInfo | None) -> Non
         build()
 
 
-def small_example(run: RunParts, training: Any) -> tuple[Any, Any]:
-    """A small batch as (inputs, targets) on the host, for who must see one before any rank knows its device."""
+def small_example(run: RunParts, training: Any, count: int = 2) -> tuple[Any, Any]:
+    """So many samples as (inputs, targets) on the host, for who must see some before any rank knows its device."""
     single, loop = RankSampler(0, 1, torch.device("cpu"), run.settings.seed), run.settings.loop
-    return TrainLoader(run.data, training, single, loop.global_batch, 1, LoaderOptions(workers=0)).example()
+    return TrainLoader(run.data, training, single, loop.global_batch, 1, LoaderOptions(workers=0)).example(count)
 
 
 def read_data_sets(run: RunParts) -> tuple[Any, Any]:

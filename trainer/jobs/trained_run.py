@@ -95,7 +95,9 @@ def load_run(
     with stop, make_watchdog(launch, folder, stop, lambda: strategy.pulse(strategy.watch.phases_done)), strategy:
         loader = make_eval_loader(run, samples)
         network, base = _with_outer_values(run, network, which)
+        sites = strategy.draw_sites(run.task, network, partial(evaluation_example, run, samples))
         model = strategy.build(run.task, network, loader.example())
+        model.rng.learn(sites)
         # the average as well: its metrics are the run's own, and it may be what was asked for
         model.keep_average(run.settings.ema.decay, run.settings.ema.every)
         checkpoint = load_weights(run, model, which)
@@ -164,10 +166,10 @@ def read_inputs(run: RunParts, where: str) -> Any:
     return samples
 
 
-def evaluation_example(run: RunParts, samples: Any) -> tuple[Any, Any]:
-    """One or two of these samples as (inputs, targets) on the host, prepared as for an evaluation."""
+def evaluation_example(run: RunParts, samples: Any, count: int = 2) -> tuple[Any, Any]:
+    """At most so many of these samples as (inputs, targets) on the host, prepared as for an evaluation."""
     single = RankSampler(0, 1, torch.device("cpu"), run.settings.seed)
-    return EvalLoader(run.data, samples, single, 2, 1, LoaderOptions(workers=0)).example()
+    return EvalLoader(run.data, samples, single, count, 1, LoaderOptions(workers=0)).example(count)
 
 
 def make_eval_loader(run: RunParts, samples: Any) -> EvalLoader:

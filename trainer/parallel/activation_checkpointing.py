@@ -90,8 +90,7 @@ class _Checkpointed(nn.Module):
         if not torch.is_grad_enabled() or not all(isinstance(weight, nn.Parameter) for weight in self.parameters()):
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():  # repeats no change of a buffer, and must see torch's own contexts
-            if self.recomputed_mode == "units":
-                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            contexts = _GRAPH_CONTEXTS[self.recomputed_mode]
             return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         # which modules are in training mode → the buffers that a forward then changes
         changing: dict[tuple[bool, ...], list[str]] = vars(self).setdefault("recomputed_buffers", {})
@@ -154,6 +153,18 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _keep_draws(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What a graph draws it keeps: nobody tells it in the backward how far the forward was."""
+    draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if draws else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_draws_and_results(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()):
+        return CheckpointPolicy.MUST_SAVE
+    return _policy(context, operator, *args, **kwargs)
+
+
 @cache
 def _expensive_operators() -> frozenset[Any]:
     packets = [getattr(getattr(torch.ops, space), name, None) for space, names in EXPENSIVE.items() for name in names]
@@ -161,6 +172,10 @@ def _expensive_operators() -> frozenset[Any]:
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward, of its repetition
+_GRAPH_CONTEXTS: dict[Mode, Callable[[], Contexts]] = {
+    "units": partial(create_selective_checkpoint_contexts, _keep_draws),
+    "operators": partial(create_selective_checkpoint_contexts, _keep_draws_and_results),
+}
 _CONTEXTS: dict[Mode, Callable[[], Contexts]] = {
     "units": noop_context_fn,
     "operators": partial(create_selective_checkpoint_contexts, _policy),

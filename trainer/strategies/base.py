@@ -18,6 +18,8 @@ from trainer.launch.devices import uses_pinned_memory
 from trainer.learning.task import Task
 from trainer.messages import Refusal, format_count, format_names
 from trainer.parallel.batch_norm import local_batch_norms
+from trainer.parallel.rng.random_draw import DrawSites
+from trainer.parallel.rng.row_owners import find_draw_sites
 from trainer.strategies.nonfinite_check import NonFiniteCheck, NonFiniteCheckOnDevice
 from trainer.strategies.parallel_model import ParallelModel
 from trainer.strategies.rank_context import RankContext, RankStopVotes, StopVotes
@@ -135,6 +137,32 @@ class Strategy(RankContext):
         if self.device.type == "cpu":
             return NonFiniteCheck(self.world, allowed)
         return NonFiniteCheckOnDevice(self.world, self.device, allowed)
+
+    def draw_sites(self, task: Task, network: nn.Module, example: Callable[[int], Any]) -> DrawSites | None:
+        """Collective: whose the rows of each random tensor are, as a few forwards show; None where nobody asks for it.
+
+        example: makes so many samples, (inputs, targets) on the host. Refusal for what would repeat random numbers.
+        """
+        if self.dropout == "native":
+            return None
+        # all ranks look, because a forward may have collectives of its own, and follow what the main one finds
+        found = self.world.broadcast_value(find_draw_sites(task, network, example, self.device))
+        if self.machine.compile is None or not found.sites:
+            return found
+        mode = self.machine.compile.mode
+        if torch.__version__ < "2.13":
+            raise Refusal(
+                f"compile.mode={mode}: the network draws random numbers for each sample (loop.dropout=sample), and"
+                f" torch {torch.__version__} does not keep the order of draws in a graph; use loop.dropout=native,"
+                " under tensor ranks compile.mode=null, or torch 2.13 or newer"
+            )
+        if mode != "default":
+            raise Refusal(
+                f"compile.mode={mode}: the network draws random numbers for each sample (loop.dropout=sample), and a"
+                f" CUDA graph repeats those that it was recorded with; use loop.dropout=native, or under tensor ranks"
+                " compile.mode=default"
+            )
+        return found
 
     def build(self, task: Task, network: nn.Module, example: Any) -> ParallelModel:
         """Collective: build the network of this rank. `example`: one small (inputs, targets), to see a step."""

@@ -31,6 +31,7 @@ from trainer.parallel.float8_linear import refuse_no_float8_layers
 from trainer.parallel.meta_model import build_meta_model
 from trainer.parallel.process_group import join_group, leave_group, refuse_backend
 from trainer.parallel.ranks import Group, Ranks
+from trainer.parallel.rng.kernels import install_kernels, uninstall_kernels
 from trainer.parallel.tensor_parallel import refuse_plan
 from trainer.strategies.base import Strategy
 from trainer.strategies.replica_check import NoReplicaCheck, make_replica_check
@@ -79,6 +80,7 @@ class Joined(Strategy):
         self.watch = StepTimer(StallClock() if self.world.size > 1 else NoStallClock())
         self.make_groups()
         self.use_long_timeout()  # last: torch makes the groups of a mesh with times of its own
+        install_kernels(self.device, self.dropout, self.machine.compile is not None)
         return self
 
     def make_groups(self) -> None:
@@ -87,6 +89,7 @@ class Joined(Strategy):
 
     @override
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        uninstall_kernels(self.dropout)
         leave_group(self.world, clean=error is None)
 
     @override

@@ -29,8 +29,8 @@ from trainer.parallel.optimizer_state import (
     restore_optimizer,
 )
 from trainer.parallel.ranks import Ranks, gather_exceptions
-from trainer.parallel.rng.compiled_rng import make_rng
 from trainer.parallel.rng.native_rng import TorchRNG
+from trainer.parallel.rng.sample_rng import make_rng
 from trainer.parallel.step_counters import StepCounters
 from trainer.strategies.ema import MovingAverage, NoMovingAverage
 from trainer.strategies.loss import (
@@ -86,12 +86,12 @@ class ParallelModel:
         if strategy.sync_bn:
             network = synchronise_batch_norms(network, strategy.loss_group, strategy.device)
         refuse_extra_state(network)
-        self.rng = make_rng(strategy.dropout, self.machine.compile is not None, self.machine.seed, strategy.device)
-        self.compiler = make_compiler(self.machine.compile, self.rng.modes)
-        self.rng.watch(network, type(task).forward is not Task.forward)
+        self.rng = make_rng(strategy.dropout, self.machine.seed, strategy.device)
+        self.compiler = make_compiler(self.machine.compile, self.rng)
         # facts of the whole network, while this rank has all its names and shapes
         self.shapes = {name: value.shape for name, value in network.state_dict().items()}
         self.plan = task.plan(network)
+        self.rng.watch(network, self.plan)
         self.counters = StepCounters(network, self.plan)
         self.memory_format = MemoryFormat(network, self.machine.parameter_dtype, self.machine.channels_last)
         # on the device with its values; or on the meta device, if no rank need hold all of it

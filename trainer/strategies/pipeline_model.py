@@ -16,6 +16,7 @@ from trainer.learning.freezing import preserve_untrained
 from trainer.learning.task import Task
 from trainer.parallel.batch_gather import set_gather_span
 from trainer.parallel.buckets import Sums
+from trainer.parallel.context_parallel import count_tokens
 from trainer.parallel.fully_shard import SameCallsCheck, Sharding, apply_fully_shard, reshard
 from trainer.parallel.module_units import find_units, matching_modules, present_units
 from trainer.parallel.pipeline.cut import cut_stages
@@ -198,6 +199,7 @@ class PipelineModel(ShardedModel):
             inputs, targets = self.memory_format.cast((inputs, targets))
             if self._sharding.param_dtype:  # what is no argument of the stage fully_shard does not cast
                 inputs, targets = cast_floats((inputs, targets), torch.bfloat16)
+            self.rng.set_tokens(count_tokens(inputs))
             came = self.memory_format.cast(tuple(ContiguousGradient.apply(value) for value in received))
             output = stage.body(inputs, targets, *came)
             return output if stage.number == self._last else contiguous_copies(output)

@@ -26,6 +26,7 @@ from trainer.parallel.activation_offload import HostCopies, make_host_copies
 from trainer.parallel.buckets import PendingSums, Sums
 from trainer.parallel.process_group import set_timeouts
 from trainer.parallel.ranks import PendingMaximum, Ranks
+from trainer.parallel.rng.kernels import install_kernels, uninstall_kernels
 from trainer.strategies.machine import Machine
 from trainer.strategies.step_timing import NoStallClock, StepTimer
 
@@ -65,10 +66,12 @@ class RankContext:
         self.device = self.machine.claim_device()
         self.world = self.data_group = Ranks()
         self.use_long_timeout()
+        install_kernels(self.device, self.dropout, self.machine.compile is not None)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Leave the groups; after an error without waiting for other ranks."""
+        uninstall_kernels(self.dropout)
 
     def groups(self) -> list[ProcessGroup]:
         """All process groups, so that timeouts can be set on them."""

@@ -81,7 +81,7 @@ class ShardedModel(ParallelModel):
             parallelize_module(network, self.strategy.mesh["tensor"], dict(plan.tensor))
             for name in frozen:  # torch's SequenceParallel makes new parameters, which learn
                 network.get_parameter(name).requires_grad_(False)
-            self.rng.follow_plan(network, plan, self._tensor_ranks)
+            self.rng.set_ranks(self._tensor_ranks, Ranks(), 1)
         dtype = torch.bfloat16 if vars(self.strategy).get("param_dtype") else None
         self.strategy.experts.apply(network, plan, self.strategy.device, dtype)
 
@@ -191,6 +191,7 @@ class ContextParallelModel(ShardedModel):
     @override
     def _split(self, network: nn.Module, plan: Plan) -> None:
         super()._split(network, plan)
+        self.rng.set_ranks(self._tensor_ranks, self.strategy.context_group, max_pieces(self.plan))
         apply_context_parallel(network, plan, self.strategy.context_group, self.strategy.device.type)
 
     @override
@@ -213,14 +214,14 @@ class ContextParallelModel(ShardedModel):
 
     @override
     def losses(self, forward: Forward, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        self.rng.set_sequence_shard(self.strategy.context_group, count_tokens(inputs), max_pieces(self.plan))
+        self.rng.set_tokens(count_tokens(inputs))
         return super().losses(forward, inputs, targets)
 
     @override
     def evaluate_batch(self, batch: Any, inputs: Any, targets: Any) -> dict[str, Tensor | float]:
         ranks = self.strategy.context_group
         local = shard_sequences((inputs, targets), ranks, max_pieces(self.plan))
-        self.rng.set_sequence_shard(ranks, count_tokens(local), max_pieces(self.plan))
+        self.rng.set_tokens(count_tokens(local))
         sums = super().evaluate_batch(batch, *local)
         if ranks.size == 1:
             return sums

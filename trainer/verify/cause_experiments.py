@@ -185,12 +185,8 @@ class Experiments:
     ) -> bool:
         """Collective: is the strategy, changed so, the same as the plain loop up to the place of interest?"""
         record = TrainingRecord(layouts=self.reference.layouts)
-        machine = replace(run.strategy.machine, dropout="native")  # torch's own draws: FixedRandomness replaces them
-        with temporary_attributes(run.strategy, machine=machine):
-            run, ends, fixed = replace(run, machine=machine), ends or self.ends, FixedRandomness()
-            train_and_record(
-                run, record, ends, self.stop, self.ends[0], randomness=fixed, name=name, evaluates=evaluates
-            )
+        ends, fixed = ends or self.ends, FixedRandomness()
+        train_and_record(run, record, ends, self.stop, self.ends[0], randomness=fixed, name=name, evaluates=evaluates)
         position, differences = self._position(plain), self._compare(plain, record).differences
         differs = position is not None and any(difference.at <= position for difference in differences)
         return not any(run.strategy.world.all_gather_values(differs))  # all ranks; a flag each

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.rng import seed_torch
-from trainer.parallel.rng.dispatch_mode import RandomOperatorInterceptor
+from trainer.parallel.dispatch_mode import TorchDispatchMode
 
 # where classes keep their probability: nn.Dropout and its like and torchvision's StochasticDepth in `p`, timm's
 # DropPath in `drop_prob`, nn.MultiheadAttention and recurrent layers in `dropout`
@@ -86,12 +86,18 @@ class FixedRandomness(UsualRandomness):
                 self.used_generators.add(name)
 
 
-class _MiddleValues(RandomOperatorInterceptor):
+class _MiddleValues(TorchDispatchMode):
     def __init__(self, used: set[str]) -> None:
         super().__init__()
         self._used = used
 
-    def draw(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        return self._draw(func, *args, **kwargs)
+
+    def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """The middle of what it may give."""
         packet = func.overloadpacket
         if packet is _AT.native_dropout:

@@ -22,7 +22,7 @@ from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.jobs.batch_sizes import divide_batch, evaluation_batch_size
 from trainer.jobs.build_trainer import make_checkpoints, make_evaluation, make_trainer
 from trainer.jobs.plan_comparison import PlanComparison
-from trainer.jobs.preparation import build_weights_on_main, read_data_sets, seeded_network
+from trainer.jobs.preparation import build_weights_on_main, read_data_sets, seeded_network, small_example
 from trainer.jobs.run_parts import PreparedRun, RunParts
 from trainer.launch.stop_signals import StopRequest
 from trainer.learning.intervals import Interval, Trigger
@@ -192,7 +192,9 @@ def detect_sample_layouts(run: PreparedRun) -> Any:
     samplers = sampler, replace(sampler, ranks=2)
     options = LoaderOptions(**vars(run.settings.loader))
     loaders = [TrainLoader(run.data, run.training, each, batch_size, 1, options) for each in samplers]
+    sites = run.strategy.draw_sites(run.task, run.network, partial(small_example, run, run.training))
     model = run.strategy.build(run.task, run.network, loaders[0].example())
+    model.rng.learn(sites)
     detector = LayoutDetector(model.network.named_modules(), run.strategy.data_group)
     for loader, each in zip(loaders, samplers, strict=True):
         batches = [batch._replace(span=range(0, batch_size, each.ranks)) for batch in next(iter(loader.epoch(0)))]

@@ -83,7 +83,7 @@ class RunFacts:
     native: bool  # are random numbers torch's own?
     kinds: Mapping[str, str]  # of the network's modules, by name
     padded: bool = False  # are samples padded in one way on one rank, and in another way on another?
-    strays: Collection[str] = ()  # notes about random draws for rows that are no samples
+    strays: Collection[str] = ()  # what the run has said, among it of random numbers that belong to no sample
     redrawn: bool = False  # is an item another one when it is read again with the same seed?
     generators: Sequence[str] = ()  # fields of the network and the task that are random generators
     stepping: str = ""  # the class of an optimizer that is not torch's, and is given shards
@@ -237,11 +237,9 @@ def _randomness_cause(first: FirstDifference, facts: RunFacts, generators: Colle
         )
     if facts.native:
         return "random numbers: torch's own (loop.dropout=native) depend on ranks and micro-batches"
-    if facts.strays:
-        return (
-            "random numbers for rows that are no samples: dropout over nodes of graphs that stand one after the other,"
-            " or over sequences that are padded on the left"
-        )
+    about = "loop.dropout=sample: "
+    if said := next((note for note in facts.strays if note.startswith(about)), ""):
+        return f"random numbers: {said.removeprefix(about)}"
     return "the strategy: the random numbers that it gives to a sample; without any it trains the same"
 
 

@@ -24,7 +24,7 @@ from trainer.jobs.plan.roofline import Roofline
 from trainer.jobs.plan.traffic import Traffic
 from trainer.parallel.activation_checkpointing import in_backward
 from trainer.parallel.device_mesh import to_local
-from trainer.parallel.rng.dispatch_mode import TorchDispatchMode
+from trainer.parallel.dispatch_mode import TorchDispatchMode
 from trainer.parallel.unused_parameters import is_searching
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "buffers")

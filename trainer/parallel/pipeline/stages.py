@@ -113,15 +113,15 @@ class NetworkStage(nn.Module):
 
     def _register_state(self, network: nn.Module, inner: nn.Module, kinds: dict[str, ModuleKind]) -> None:
         """Register what is here: whole modules, and the tensors of those that are opened."""
-        self._local: list[nn.Module] = []
+        self._local: dict[str, nn.Module] = {}
         holders: dict[str, nn.Module] = {"": self}
         for name, kind in kinds.items():
             above, _, last = name.rpartition(".")
             if above not in holders:
                 continue  # it comes with the module that it lies in, or not at all
             if kind == "local":
-                self._local.append(network.get_submodule(name))
-                holders[above].add_module(last, self._local[-1])
+                self._local[name] = network.get_submodule(name)
+                holders[above].add_module(last, self._local[name])
             elif kind == "opened":
                 module = inner.get_submodule(name)
                 for key, parameter in list(module.named_parameters(recurse=False)):
@@ -174,10 +174,9 @@ class NetworkStage(nn.Module):
             module.training = entry.training
         return self
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the stage's modules one by one; the code between them stays Python."""
-        for module in self._local:
-            module.compile(*args, **kwargs)
+    def compiled_parts(self) -> dict[str, nn.Module]:
+        """What is compiled as a whole, by name: the code between these modules stays Python."""
+        return self._local
 
 
 def _module_kinds(

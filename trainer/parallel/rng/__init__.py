@@ -1,7 +1,7 @@
 """Whose random numbers a forward uses: torch's generators (`native_rng`), or each sample's own (`sample_rng`).
 
-`loop.dropout` chooses. `native`: `TorchRNG` seeds torch's generators when a forward begins, and torch draws. `sample`:
-`SampleRNG` stands between the network and torch. `function_mode` sees each call of a random function of torch, and
-`dispatch_mode` the random operators inside of one. Both ask `SampleRNG.next_draw` which draw of the forward this is,
-and get a `RandomDraw` (`random_draw`), whose numbers follow from the samples.
+`loop.dropout` chooses. `native`: `TorchRNG` seeds the global generators when a forward begins, and torch draws.
+`sample`: `kernels` overrides torch's random operators, so that every draw of a forward comes to `SampleRNG`.
+`draw_numbers` says which draw it is, `row_owners` has found before the first step whose its rows are, and `RandomDraw`
+(`random_draw`) makes the numbers, which follow from the samples.
 """

@@ -2,148 +2,105 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cached_property, partial
-from hashlib import blake2b
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.utils.hooks import RemovableHandle
 
-from trainer.data.nested_tensors import first_tensor, to_device
-from trainer.data.rng import Random, mix_seeds, seed_torch, to_int64
+from trainer.data.nested_tensors import to_device
+from trainer.data.rng import Random, mix_seeds, seed_torch
 from trainer.learning.parallel_plan import Plan
 from trainer.parallel.context_parallel import Pieces, current_piece, rank_pieces
-from trainer.parallel.module_units import matching_modules
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.rng.function_mode import RandomFunctionMode
+from trainer.parallel.rng.draw_numbers import DrawNumbers, draw_number, hash_name, unit_names, watch_units
+from trainer.parallel.rng.kernels import use_source
 from trainer.parallel.rng.native_rng import TorchRNG
-from trainer.parallel.rng.random_draw import ActivationShard, RandomDraw, RowCheck, SequenceShard
-from trainer.parallel.tensor_parallel import activation_layouts
+from trainer.parallel.rng.random_draw import DrawSites, RandomDraw, Rows, Site, TensorPart, find_part
+from trainer.parallel.rng.row_owners import OUTSIDE
 
-OUTSIDE = "the task"  # draws when no module of the network runs; no module has such a name
-# calls of a module are so far apart, and draws of a call
-CALL_STRIDE, DRAW_STRIDE = 0xD6E8FEB86659FD93, 0xA0761D6478BD642F
+_OUTSIDE = hash_name(OUTSIDE)
 _LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
-# words in the names of torch's modules that draw
-_RANDOM_TORCH_MODULES = ("Dropout", "Transformer", "Attention", "RNN", "LSTM", "GRU", "RReLU", "Fractional")
 
 
-class ForwardRNGState:
+class SampleForward:
     """The forward of one micro-batch: its samples, and the draws that it has made so far."""
 
-    def __init__(self, seed: int, step: int, indices: Tensor) -> None:
-        self.batch, self.seed = len(indices), mix_seeds(seed, step)  # B
-        self._key = seed, step, indices  # indices: (B,) int64
-        self.draws: list[tuple[int, ActivationShard | None]] = []  # the number of each draw; this rank's part of it
-        self.calls: Counter[int] = Counter()  # by module
-        self._draws_of_call: Counter[int] = Counter()
-        self._piece = current_piece()  # of a sequence: the last one in which something was counted
-        self._at_start = Counter(self.calls), Counter(self._draws_of_call)  # as the module of this piece began
+    def __init__(self, seed: int, kind: int, step: int, indices: Tensor, device: torch.device) -> None:
+        self.batch, self.training = len(indices), kind == _LEARNING  # B
+        self._seed, self._kind, self._step, self._indices, self._device = seed, kind, step, indices, device
+        self.numbers = DrawNumbers()
+        self.draws: list[tuple[int, int]] = []  # the number of each, and that of its place in the code
+        self.tokens = 0  # of each sample on this rank
+
+    @cached_property
+    def seed(self) -> int:
+        """Of the step: the same in all micro-batches and on all ranks."""
+        return mix_seeds(mix_seeds(self._seed, self._kind), self._step)
 
     @cached_property
     def samples(self) -> Random:
         """Streams of the samples: (B,) of them."""
-        return Random(*self._key)
+        return Random(mix_seeds(self._seed, self._kind), self._step, to_device(self._indices, self._device))
 
     @cached_property
     def common(self) -> Random:
-        """One stream for what has no batch dimension, the same on all ranks."""
-        seed, step, indices = self._key
-        return Random(seed, step, torch.full((1,), -1, dtype=torch.int64, device=indices.device))
-
-    def count_call(self, module: int) -> int:
-        """Count one more call of this module; returns the number of the call."""
-        self._enter_piece()
-        self.calls[module] += 1
-        return module + self.calls[module] * CALL_STRIDE
-
-    def add(self, call: int, shard: ActivationShard | None) -> None:
-        """Add one more draw, in this call."""
-        self._enter_piece()
-        self._draws_of_call[call] += 1
-        self.draws.append((to_int64(call + self._draws_of_call[call] * DRAW_STRIDE), shard))
-
-    def _enter_piece(self) -> None:
-        """In each piece of a sequence a module counts from where it began: the pieces are parts of the same draws."""
-        piece, last = current_piece(), self._piece
-        if piece == last:
-            return
-        self._piece = piece
-        if piece and last and piece[0] is last[0]:  # another piece of the same call
-            self.calls, self._draws_of_call = (Counter(counts) for counts in self._at_start)
-        elif piece:
-            self._at_start = Counter(self.calls), Counter(self._draws_of_call)
-
-
-def _rng_state() -> bytes:
-    """Of torch's generator; to compare bytes takes a tenth of the time of `torch.equal`."""
-    return torch.default_generator.get_state().numpy().tobytes()
-
-
-def hash_name(name: str) -> int:
-    """A module's name as a number of 64 bits."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        """One stream for what belongs to no sample, the same on all ranks."""
+        nobody = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        return Random(mix_seeds(self._seed, self._kind), self._step, nobody)
 
 
 class SampleRNG(TorchRNG):
-    """Random numbers follow from (seed, step, name of the module, number of its call and of the draw, sample, element).
+    """Random numbers follow from (seed, step, unit, number of its call and of the draw in it, sample, element).
 
-    So they do not depend on ranks, micro-batches, stages, or on the order in which anything is computed. What has no
-    batch is the same on all ranks.
+    So they do not depend on ranks, micro-batches, stages, or on the order in which anything is computed. What belongs
+    to no sample is the same on all ranks. Whose a row of a draw is, `sites` says.
     """
 
-    mode_class: Any = RandomFunctionMode
-    modes: tuple[type[RandomFunctionMode], ...] = (RandomFunctionMode,)
+    draws_samples = True
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
-        self._mode = self.mode_class(self)
-        self._running = [hash_name(OUTSIDE)]  # calls of modules that are under way, the innermost last
-        self._forward = ForwardRNGState(seed, 0, torch.empty(0, dtype=torch.int64))  # nobody's
-        self._begun: tuple[int, int, Tensor, tuple[int, ...]] | None = None  # a forward in which nothing has been drawn
-        self.time_first = False
-        # Of torch's own modules it is known which ones draw. Where there are no others the loss alone is looked at, and
-        # that only once it draws: looking costs some microseconds for each function of torch, which short steps notice.
-        self._network_mode: Any = nullcontext()  # around forward and backward
-        self._outside_mode: Any = self._mode  # around what is called outside of the network
-        self._outside_is_quiet = device.type == "cpu"  # nothing has been drawn yet outside of the network
+        self._forward = SampleForward(seed, _LEARNING, 0, torch.empty(0, dtype=torch.int64), device)  # nobody's
+        self._hooks: list[RemovableHandle] = []
         self._step: int | None = None
         # a seed of torch's generator → the forward that has come so far, and how many draws it had made then
-        self._progress: dict[int, tuple[ForwardRNGState, int]] = {}
-        self._sequence_shard: SequenceShard | None = None  # of each sample's tokens, where ranks share them
-        self.shard: ActivationShard | None = None  # of activations as they lie at present
-        self._names: dict[int, str] = {}  # of modules, by their calls
-        self._row_check = RowCheck()
+        self._progress: dict[int, tuple[SampleForward, int]] = {}
+        self._graph: Iterator[int | None] | None = None  # numbers of draws, while a compiled graph runs that knows them
+        # the call that computes pieces of a sequence, and its piece; the seed and the counts as the call began
+        self._piece: tuple[object, int, int, DrawNumbers] | None = None
+        self._tensor, self._context, self._most_pieces = Ranks(), Ranks(), 1
+        self._guessed = ""  # the note about a draw at a place that nobody has looked at
+        self._said = False
+        self._before: list[Any] = []  # sources of draws, as this one was entered
 
     def __enter__(self) -> None:
-        self._network_mode.__enter__()
+        self._before.append(use_source(self))
 
     def __exit__(self, *error: Any) -> None:
-        self._network_mode.__exit__(*error)
+        use_source(self._before.pop())
 
-    def watch(self, network: nn.Module, may_draw: bool) -> None:
-        """Know the modules of a network by their names."""
-        for name, module in network.named_modules():
-            self.time_first |= getattr(module, "batch_first", True) is False
-            if _may_draw(module):
-                may_draw = True
-                self._watch_calls(module, name)
-        if may_draw:
-            self._network_mode, self._outside_mode = self._outside_mode, self._network_mode
-            self._outside_is_quiet = False
+    def watch(self, network: nn.Module, plan: Plan) -> None:
+        self.units = unit_names(network, plan)
+        self._hooks = watch_units(network, self.units, self._numbers)
+        for module in network.modules():
+            if isinstance(module, nn.RNNBase) and module.dropout > 0:
+                _leave_cudnn(module)
+
+    def learn(self, sites: DrawSites | None) -> None:
+        self.sites = sites
+        if sites is not None and not sites.sites and not sites.failure:  # nothing is drawn, so nothing is counted
+            for hook in self._hooks:
+                hook.remove()
 
     def call_outside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that is no part of the network; its draws belong to the forward that is under way."""
-        if self._outside_is_quiet:
-            before, result = _rng_state(), function(*args)
-            if _rng_state() == before:
-                return result
-            self._outside_is_quiet = False  # it draws: once more, as it is called from now on
-        with self._outside_mode:
+        self._forward.numbers.begin(_OUTSIDE)
+        with self:
             return function(*args)
 
     def begin_forward(self, indices: Tensor, step: int, *place: int) -> None:
@@ -152,6 +109,8 @@ class SampleRNG(TorchRNG):
             self._progress.clear()
             self._step = step
         self._begin(_LEARNING, step, indices, place)
+        if self._python_used is not False:
+            self._seed_python(self._forward.seed)
 
     def begin_evaluation(self, indices: Tensor) -> None:
         """A forward begins in which nothing is learned: a sample draws the same in every evaluation."""
@@ -159,64 +118,27 @@ class SampleRNG(TorchRNG):
         self._step = None
         self._begin(_EVALUATING, 0, indices, ())
 
-    def follow_plan(self, network: nn.Module, plan: Plan, ranks: Ranks) -> None:
-        """Know which part of an activation is this rank's: that changes at the modules that a plan names."""
-        for key, style in plan.tensor.items():
-            before, after = activation_layouts(style)
-            for _, module in matching_modules(network, key):
-                if before:
-                    module.register_forward_pre_hook(partial(self._change_layout, before, ranks))
-                if after:
-                    module.register_forward_hook(partial(self._change_layout, after, ranks))
+    def set_ranks(self, tensor: Ranks, context: Ranks, most_pieces: int) -> None:
+        """These ranks share the layers of a network, and these the tokens of its samples, in so many pieces."""
+        self._tensor, self._context, self._most_pieces = tensor, context, most_pieces
 
-    def set_sequence_shard(self, ranks: Ranks, tokens: int, most_pieces: int) -> None:
-        """In this forward these ranks have so many tokens of each sample, in at most so many pieces."""
-        shard = SequenceShard(1, tokens, rank_pieces(ranks.rank, ranks.size, tokens, most_pieces))
-        self._sequence_shard = self.shard = shard if ranks.size > 1 else None
+    def set_tokens(self, tokens: int) -> None:
+        """In this forward this rank has so many tokens of each sample."""
+        self._forward.tokens = tokens
 
-    def _change_layout(self, layout: Any, ranks: Ranks, module: nn.Module, *values: Any) -> None:
-        """Activations lie as this layout says from here on. values: a module's arguments, its output if it has one."""
-        layouts = layout if isinstance(layout, tuple) else (layout,)
-        shards = [each for each in layouts if isinstance(each, Shard)]
-        for shard in shards:
-            x = first_tensor(values[-1])  # (B, T, C) or (B, C), or (T, C)
-            dim = shard.dim % x.dim()
-            if dim == 0:
-                return  # what has its tokens first has no batch: vectors of positions, which are added to what has one
-            last = dim == x.dim() - 1
-            local = ActivationShard(-1 if last else dim, x.shape[-1], Pieces((ranks.rank,), ranks.size))
-            self.shard = self._sequence_shard.within(local) if self._sequence_shard else local
-        if not shards:
-            self.shard = self._sequence_shard
+    def _begin(self, kind: int, step: int, indices: Tensor, place: tuple[int, ...]) -> None:
+        seed = mix_seeds(self._seed, kind, step, *place)
+        seed_torch(seed, self._device)
+        self._forward = SampleForward(self._seed, kind, step, indices, self._device)
+        self._progress[seed] = self._forward, 0
+        self._graph = self._piece = None
 
-    def _begin(self, *begun: Any) -> None:
-        """A forward begins: (kind, step, indices, place)."""
-        del self._running[1:]  # an error may have left some
-        self.shard, self._begun = None, begun
-        # parts of what may draw may be computed again, and know by the generator where they began; of a network that
-        # draws nothing it is enough to start as the loss draws, which few do
-        if self._network_mode is self._mode:
-            self._start()
+    def see_generator(self) -> None:
+        """A generator of the network's own draws; what that means was said at the start."""
 
-    def _start(self) -> None:
-        """What is drawn from here on belongs to the forward that has begun."""
-        if self._begun is not None:
-            (kind, step, indices, place), self._begun = self._begun, None
-            seed_torch(mix_seeds(self._seed, kind, step, *place), self._device)
-            self._forward = ForwardRNGState(mix_seeds(self._seed, kind), step, to_device(indices, self._device))
-            self._progress[torch.default_generator.initial_seed()] = self._forward, 0
-            self._has_begun(self._forward)
-
-    def _has_begun(self, forward: ForwardRNGState) -> None:
-        """What is drawn from here on belongs to this forward."""
-
-    def _next_number(self) -> int | None:
-        """The number of the next draw, if it is drawn between two graphs of a compiled module."""
-        return None
-
-    def next_draw(self) -> RandomDraw | None:
-        """The next draw of the forward that is under way; None where it is nobody's."""
-        self._start()
+    def next_draw(self, shape: tuple[int, ...], operator: str) -> RandomDraw | None:
+        """The next draw of the forward that is under way, of this shape on this rank; None where it is nobody's."""
+        piece = self._enter_piece()
         # How far a forward is stands in the seed of torch's generator: whoever computes a part of it again, here or in
         # code of users, puts the generator back to where this part began.
         progress = self._progress.get(torch.default_generator.initial_seed())
@@ -224,51 +146,139 @@ class SampleRNG(TorchRNG):
             return None
         forward, count = progress
         if count == len(forward.draws):  # drawn for the first time, not once more in a recomputation
-            piece = current_piece()
-            shard = self.shard.only(piece[1]) if piece and isinstance(self.shard, SequenceShard) else self.shard
-            if (number := self._next_number()) is not None:
-                forward.draws.append((number, shard))
-            else:
-                forward.add(self._running[-1], shard)
-        draw = forward.draws[count]
+            number = next(self._graph, None) if self._graph is not None else None
+            draw = forward.numbers.next() if number is None else (number, number)
+            # where a graph ended inside of a unit the next one counts anew
+            while self._graph is not None and draw in forward.draws:
+                draw = draw_number(draw[0], 1), draw[1]
+            forward.draws.append(draw)
+        number, line = forward.draws[count]
         following = mix_seeds(torch.default_generator.initial_seed())
         torch.default_generator.manual_seed(following)
         self._progress[following] = forward, count + 1
-        module = self._names.get(self._running[-1], "")
-        streams = forward.batch, forward.samples, forward.common, forward.seed
-        return RandomDraw(*streams, *draw, self.time_first, module, self._row_check)
+        site = self._find_site(forward, number, line, shape)
+        part = self._find_part(forward, site, shape, piece)
+        return RandomDraw(forward.batch, forward.samples, forward.common, forward.seed, number, site.rows, part)
+
+    def _enter_piece(self) -> int | None:
+        """Which piece of a rank's sequence a module computes; each piece makes the draws of the first, its part."""
+        now = current_piece()
+        if now is None:
+            return None
+        call, index = now
+        if self._piece is None or self._piece[0] is not call:
+            self._piece = call, index, torch.default_generator.initial_seed(), deepcopy(self._forward.numbers)
+        elif self._piece[1] != index:
+            _, _, seed, numbers = self._piece
+            torch.default_generator.manual_seed(seed)
+            self._forward.numbers = deepcopy(numbers)
+            self._piece = call, index, seed, numbers
+        return index
+
+    def _numbers(self) -> DrawNumbers:
+        """The counts of the forward that is under way, for a unit that begins or ends."""
+        self._enter_piece()
+        return self._forward.numbers
+
+    def _find_site(self, forward: SampleForward, number: int, line: int, shape: tuple[int, ...]) -> Site:
+        """What is known of the place that draws; a guess by the shape where nobody has looked at it."""
+        site = self.sites.find(forward.training, number, line) if self.sites else None
+        if site is not None:
+            try:
+                site.rows.of_sample(shape, forward.batch)
+            except (ValueError, IndexError):
+                pass
+            else:
+                return site
+        batch = forward.batch
+        dim = next((d for d, size in enumerate(shape) if size == batch), None)
+        if dim is None and shape and shape[0] and shape[0] % batch == 0:
+            dim = 0
+        if self.sites is not None and not self._guessed and (dim is not None or site is not None):
+            owner = "each sample's" if dim is not None else "nobody's: they follow from where they stand"
+            cause = self.sites.failure or "the forward at the start did not draw there, or otherwise"
+            self._guessed = (
+                f"loop.dropout=sample: a draw of shape {shape} for {batch} samples is taken for {owner}. That is a"
+                f" guess from the shape ({cause}). If it is wrong the curve depends on loop.micro_batches and on the"
+                " processes; job=verify tells (docs/one-curve.md)"
+            )
+        return Site(Rows(dim))
+
+    def _find_part(
+        self, forward: SampleForward, site: Site, shape: tuple[int, ...], piece: int | None
+    ) -> TensorPart | None:
+        """What of each sample's numbers this rank draws, where tensor or context ranks share a tensor."""
+        if self._tensor.size * self._context.size == 1:
+            return None
+        local, whole, tokens = site.rows.of_sample(shape, forward.batch), site.whole, forward.tokens
+        if whole is None or len(whole) != len(local):
+            raise self._unclear(shape)
+        # sequences may be longer than those at the start
+        all_tokens = tokens * self._context.size
+        whole = tuple(all_tokens if tokens and size == site.tokens else size for size in whole)
+        if whole == local:
+            return None
+        heads = Pieces((self._tensor.rank,), self._tensor.size)
+        stretch = rank_pieces(self._context.rank, self._context.size, tokens, self._most_pieces)
+        if piece is not None:
+            stretch = Pieces((stretch.numbers[piece],), stretch.of)
+        # some of the tokens, some of the channels or heads, or of a context rank's tokens a tensor rank's
+        for pieces in (stretch, heads, stretch.part(heads)):
+            if part := find_part(whole, local, pieces, loosely=False):
+                return part
+        # of one piece attention sees as many keys as come before it: weights are (heads, tokens, earlier tokens)
+        loosely = find_part(whole, local, stretch, loosely=True) if self._tensor.size == 1 else None
+        if loosely is None:
+            raise self._unclear(shape)
+        return loosely
+
+    def _unclear(self, shape: tuple[int, ...]) -> RuntimeError:
+        split = "tensor ranks" if self._context.size == 1 else "context ranks"
+        others = "" if self._tensor.size > 1 else ", or loop.dropout=native"
+        return RuntimeError(
+            f"loop.dropout=sample: a draw of shape {shape} where {split} hold parts of a tensor: it is not clear which"
+            " part of the whole this is. Draw it where activations are whole, give sequences one length, or use"
+            f" strategy=fsdp{others}"
+        )
 
     def has_drawn(self) -> bool:
         """Has anything been drawn in this step?"""
         return any(forward.draws for forward, _ in self._progress.values())
 
+    @contextmanager
+    def in_graph(self, numbers: list[int | None]) -> Iterator[None]:
+        """Around a compiled graph: its draws, in its order, have these numbers; None: they are counted as elsewhere."""
+        before, self._graph = self._graph, iter(numbers)
+        try:
+            yield
+        finally:
+            self._graph = before
+
     def pop_notes(self) -> list[str]:
         """What a user should know of the draws since the last call."""
-        return self._row_check.pop_notes()
-
-    def _watch_calls(self, module: nn.Module, name: str) -> None:
-        """Know when a module is called and when it has ended."""
-        hashed = hash_name(name)
-
-        # in what is compiled nobody asks for names while it runs
-        def begins(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._running.append(call := self._forward.count_call(hashed))
-                self._names[call] = name
-
-        def ends(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._running.pop()
-
-        module.register_forward_pre_hook(self._hook(module, begins))
-        module.register_forward_hook(self._hook(module, ends))
-
-    def _hook(self, module: nn.Module, function: Callable[..., None]) -> Callable[..., None]:
-        """A function as a hook of this module."""
-        return function
+        notes = [] if self.sites is None or self._said else self.sites.notes
+        self._said |= self.sites is not None
+        guessed, self._guessed = self._guessed, self._guessed and "\0"
+        return [*notes, *([guessed] if guessed not in ("", "\0") else [])]
 
 
-def _may_draw(module: nn.Module) -> bool:
-    """May a forward of this module draw by itself? Of torch's own modules only a few do."""
-    kind = type(module)
-    return not kind.__module__.startswith("torch.nn.") or any(word in kind.__name__ for word in _RANDOM_TORCH_MODULES)
+def _leave_cudnn(module: nn.RNNBase) -> None:
+    """Let torch's own code compute this layer: cuDNN draws inside, where nobody sees it."""
+    flags: list[Any] = []
+
+    def begins(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            flags.append(torch.backends.cudnn.flags(enabled=False))
+            flags[-1].__enter__()
+
+    def ends(*_: Any) -> None:
+        if not torch.compiler.is_compiling() and flags:
+            flags.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begins)
+    module.register_forward_hook(ends, always_call=True)
+
+
+def make_rng(dropout: str, seed: int, device: torch.device) -> TorchRNG:
+    """The random numbers of a forward. dropout: `sample` or `native`."""
+    return TorchRNG(seed, device) if dropout == "native" else SampleRNG(seed, device)
