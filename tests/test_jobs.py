@@ -209,3 +209,55 @@ def test_the_last_line_of_a_run_is_a_command_that_works(tmp_path: Path) -> None:
     line = screen.rstrip().splitlines()[-1]
     words = line.split("python -m trainer ")[1].split("   (or")[0].split()
     assert "accuracy" in finish(single(*words), tmp_path)
+
+
+SIZES = """
+import torch
+from torch import nn
+from trainer import Data, Task
+
+class Maps(Data):
+    def train(self):
+        return self.evaluation()[:2]  # these are alike
+
+    def evaluation(self):
+        generator = torch.Generator().manual_seed(0)
+        return [(x := torch.randn(1, side, 4, generator=generator), (x > 0).float()) for side in (4, 4, 5, 6, 4)]
+
+class Segment(Task):
+    def loss(self, output, target):
+        return nn.functional.binary_cross_entropy_with_logits(output, target)
+"""
+
+
+def test_outputs_of_several_sizes_are_a_file_each(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "sizes.py").write_text(SIZES)
+    for group, target in (("data", "sizes.Maps"), ("task", "sizes.Segment"), ("model", "torch.nn.Conv2d")):
+        file = tmp_path / f"conf/{group}/sizes.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(
+            f"_target_: {target}\n" + "in_channels: 1\nout_channels: 1\nkernel_size: 1\n" * (group == "model")
+        )
+    sizes = [f"{group}=sizes" for group in ("data", "task", "model")]
+    words = ["--config-dir", "conf", "loader.workers=0", "run.dir=run"]
+    trained = ["trust=[sizes]", *sizes, "loop.global_batch=2", "loop.eval_batch=1", "loop.steps=1"]
+    assert processes.run(1, elsewhere, tmp_path, [*words, *trained]) == [0]
+    answers = {}
+    for size, word in ((1, "single"), (2, "ddp")):
+        predict = [f"strategy={word}", "job=predict", f"job.out={word}.safetensors"]
+        assert processes.run(size, elsewhere, tmp_path, [*words, *predict]) == [0] * size
+        files = sorted((tmp_path / word).iterdir())
+        answers[word] = [load_file(file)["output"] for file in files]
+        assert [file.stem for file in files] == [f"{number:08}" for number in range(5)]
+        assert [rows.shape[1] for rows in answers[word]] == [4, 4, 5, 6, 4]
+    assert all(torch.equal(one, other) for one, other in zip(*answers.values(), strict=True))
+
+
+def elsewhere(launch: Launch, place: Path, words: list[str]) -> int:
+    """The exit code of this command in a folder that has code, too."""
+    sys.path.insert(0, str(place))
+    try:
+        return product(launch, place, words)
+    finally:
+        sys.path.remove(str(place))
+        sys.modules.pop("sizes", None)

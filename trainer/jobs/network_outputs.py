@@ -12,11 +12,10 @@ from torch import Tensor
 
 from trainer.jobs.trained_run import LoadedRun
 from trainer.learning.task import Task
-from trainer.messages import BadData
 from trainer.parallel.ranks import Ranks
 from trainer.strategies.base import Strategy
 
-Rows = dict[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
+Rows = dict[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples; of objects where they differ in shape
 Keep = Callable[[Any, Any], dict[str, Tensor]]  # (output, target) → what is kept of them, the samples first
 
 
@@ -28,7 +27,7 @@ def gather_outputs(strategy: Strategy, loaded: LoadedRun, keep: Keep, dtype: tor
     """Collective: for each micro-batch, in the order of the set, its first sample and the rows of all its samples.
 
     On the main rank; on the others the rows are none. Floating-point numbers as `dtype`. Stopped where a rank was asked
-    to stop, BadData where the rows of samples differ in shape.
+    to stop.
     """
     task = loaded.model.task = _RowKeeper(keep)
     # votes: is any rank asked to stop? They travel while a batch is computed
@@ -65,17 +64,23 @@ def _to_numpy(rows: Tensor, dtype: torch.dtype) -> NDArray[Any]:
 
 def _join_rows(pieces: list[Rows], samples: int) -> tuple[int, Rows]:
     """The rows of all ranks in the order of the set."""
-    # each rank's rows: one shape for each name
-    shapes = [{name: rows.shape[1:] for name, rows in piece.items()} for piece in pieces]
-    if any(shape != shapes[0] for shape in shapes):
-        raise BadData(f"the rows that are kept of the samples differ in shape: {shapes[0]} and others")
-    whole = {name: numpy.concatenate([piece[name] for piece in pieces]) for name in shapes[0]}
+    whole = {name: _concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     # (rows of all ranks,) → their places in the set
     order = numpy.argsort(whole.pop("index"), kind="stable")
     if len(order) != samples:
         raise RuntimeError(f"{len(order)} rows came of {samples} samples")
     first = min(int(piece["index"].min()) for piece in pieces)
     return first, {name: rows[order] for name, rows in whole.items()}
+
+
+def _concatenate(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """The rows of several ranks; where they differ in shape, an array of rows as objects."""
+    if len({part.shape[1:] for part in parts}) == 1:
+        return numpy.concatenate(parts)
+    rows = [row for part in parts for row in part]
+    whole = numpy.empty(len(rows), dtype=object)
+    whole[:] = rows
+    return whole
 
 
 class _RowKeeper(Task):

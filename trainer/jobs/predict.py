@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -178,15 +179,23 @@ class Predict(Job):
             return _take_part(pieces)
         table = path.with_suffix(".csv")  # only if the data names its classes
         with open_drafts(path, table) as (file, rows):
-            tensors = SafetensorsWriter(file, loaded.loader.size)
+            folder = self._empty_folder(path.with_suffix(""))
+            tensors = SafetensorsWriter(file, loaded.loader.size, folder)
             names = SetClassWriter(CSVWriter(rows, ("index", "name", "class")), run.data)
             for first, piece in pieces:
                 tensors.add(first, piece)
                 names.add(first, piece, loaded.samples)
-            self._remove_others(path, *([table] if names.is_complete else []))
+            written = [path] if not tensors.is_apart else []
+            self._remove_others(path, *written, *([table] if names.is_complete else []))
         shapes = ", ".join(f"{name} {shape}" for name, (_, shape) in tensors.rows.items() if name != "index")
         print(f"checkpoint  step {loaded.checkpoint.step} of {run_folder(run)}")
-        print(f"written     {path}: {loaded.loader.size} samples ({self.split}), for each {shapes}")
+        count = f"{loaded.loader.size} samples ({self.split})"
+        if tensors.is_apart:
+            print(
+                f"written     {folder}: {count}, a file for each, because their shapes differ; the first has {shapes}"
+            )
+        else:
+            print(f"written     {path}: {count}, for each {shapes}")
         if names.is_complete:
             print(f"written     {table}: the class of each")
         return ""
@@ -201,16 +210,24 @@ class Predict(Job):
             classified = InputClassWriter(table, rows, loaded.samples, loaded.classes or data_class_names(run.data))
             for first, piece in pieces:
                 classified.add(first, piece)
-            self._remove_others(path, lines)
+            self._remove_others(path, path, lines)
         print(f"checkpoint  step {loaded.checkpoint.step} of {run_folder(run)}")
         for line in (*classified.lines(), f"written     {path} and {lines.name}: a row for each input"):
             print(line)
         return classified.refusal(f"job.inputs={self.inputs}", path)
 
-    def _remove_others(self, *written: Path) -> None:
+    def _empty_folder(self, folder: Path) -> Path:
+        """The folder for outputs that differ in shape, without older ones. Refusal where it is somebody else's."""
+        if self.out is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():
+            raise Refusal(f"job.out={self.out}: {folder} is there, where outputs that differ in shape would be written")
+        return folder
+
+    def _remove_others(self, path: Path, *written: Path) -> None:
         """Of older predictions in the run's folder nothing may stay beside new ones: it would be of other samples."""
         for ending in _ENDINGS if self.out is None else ():
-            if (old := written[0].with_suffix(ending)) not in written:
+            if (old := path.with_suffix(ending)) not in written:
                 old.unlink(missing_ok=True)
 
 

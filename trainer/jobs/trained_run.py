@@ -96,7 +96,8 @@ def load_run(
         loader = make_eval_loader(run, samples)
         network, base = _with_outer_values(run, network, which)
         sites = strategy.draw_sites(run.task, network, partial(evaluation_example, run, samples))
-        model = strategy.build(run.task, network, loader.example())
+        with torch.no_grad():  # nothing learns: its samples need not go through a forward of training
+            model = strategy.build(run.task, network, loader.example())
         model.rng.learn(sites)
         # the average as well: its metrics are the run's own, and it may be what was asked for
         model.keep_average(run.settings.ema.decay, run.settings.ema.every)

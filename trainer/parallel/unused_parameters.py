@@ -54,6 +54,7 @@ def is_searching() -> bool:
     return _searching[0]
 
 
+@torch.enable_grad()
 def _use_in_two_forwards(step: nn.Module, network: nn.Module, example: Any) -> Usage:
     """What is used the same with both answers, on this rank."""
     python_rng, _searching[0] = random.getstate(), True

@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy
 from numpy.typing import NDArray
 
-from trainer.launch.safe_files import fsync_path, make_folder, open_file
+from trainer.launch.safe_files import fsync_path, make_folder, open_file, replace_file
 from trainer.messages import BadData
 
 Rows = Mapping[str, NDArray[Any]]  # named rows (n, …) of neighbouring samples
@@ -58,33 +58,60 @@ def open_drafts(*paths: Path) -> Iterator[list[IO[bytes]]]:
 
 
 class SafetensorsWriter:
-    """A safetensors file of so many samples: `index` (N,), and the named rows, each (N, …)."""
+    """A safetensors file of so many samples: `index` (N,), and the named rows, each (N, …).
 
-    def __init__(self, file: IO[bytes], samples: int) -> None:
-        self._file, self._samples = file, samples
+    Where rows differ in shape, the file stays empty, and each sample has one of its own in a folder (its number).
+    """
+
+    def __init__(self, file: IO[bytes], samples: int, folder: Path) -> None:
+        self._file, self._samples, self._folder = file, samples, folder
         self._starts: dict[str, int] = {}  # of each tensor, in the file
         self.rows: dict[str, tuple[str, tuple[int, ...]]] = {}  # of each: its type, and the shape of a sample's row
+        self.is_apart = False  # has each sample a file of its own?
 
     def add(self, first: int, piece: Rows) -> None:
-        """The rows of the samples from this one on. BadData where they are not like those before."""
+        """The rows of the samples from this one on. BadData where they are others than before."""
         # of all tensors the first dimension counts the samples
         count = len(next(iter(piece.values())))
         piece = {"index": numpy.arange(first, first + count, dtype=numpy.int64), **piece}
-        rows = {name: (str(values.dtype), values.shape[1:]) for name, values in piece.items()}
+        rows = {name: (str(values[0].dtype), values[0].shape) for name, values in piece.items()}
+        self.rows = self.rows or rows
+        kinds, before = ({name: kind for name, (kind, _) in each.items()} for each in (rows, self.rows))
+        if kinds != before:
+            raise BadData(f"Task.predict gave {before} for the first samples, and {kinds} for sample {first}")
+        differs = rows != self.rows or any(values.dtype == object for values in piece.values())
+        if differs and not self.is_apart:
+            self._take_apart(first)
+        if self.is_apart:
+            self._write_apart(first, piece)
+            return
         if not self._starts:
-            self.rows = rows
             self._begin()
-        for name in rows | self.rows:
-            if rows.get(name) != self.rows.get(name):
-                before, now = _format_row(self.rows.get(name)), _format_row(rows.get(name))
-                raise BadData(
-                    f"Task.predict gave {name} as {before} for the first samples and as {now} for sample {first}:"
-                    " in one file they must be alike. Give a fixed shape"
-                )
         for name, values in piece.items():
             # each tensor has its own region (N, …) of the file, so that pieces need not be held
             self._file.seek(self._starts[name] + first * values[:1].nbytes)
             self._file.write(numpy.ascontiguousarray(values).data)
+
+    def _take_apart(self, first: int) -> None:
+        """From now on each sample has a file; those before this one, which are alike, get theirs, too."""
+        self.is_apart = True
+        make_folder(self._folder)
+        self._file.flush()
+        for at in range(first):
+            sample = {}
+            for name, (kind, shape) in self.rows.items():
+                size = math.prod(shape)
+                place = self._starts[name] + at * size * numpy.dtype(kind).itemsize
+                sample[name] = numpy.fromfile(self._file.name, kind, size, offset=place).reshape(1, *shape)
+            self._write_apart(at, sample)
+        self._file.truncate(0)  # an empty one gets no name
+
+    def _write_apart(self, first: int, piece: Rows) -> None:
+        from safetensors.numpy import save  # here: seldom needed
+
+        for at, values in enumerate(zip(*piece.values(), strict=True), first):
+            sample = {name: numpy.ascontiguousarray(value) for name, value in zip(piece, values, strict=True)}
+            replace_file(self._folder / f"{at:08}.safetensors", save(sample), lasting=False)
 
     def _begin(self) -> None:
         """Write the header: how large all will be follows from the first rows."""
@@ -103,10 +130,6 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._starts = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in names}
         self._file.truncate(8 + len(text) + at)
-
-
-def _format_row(row: tuple[str, tuple[int, ...]] | None) -> str:
-    return f"{row[0]} {row[1]}" if row else "nothing"
 
 
 class CSVWriter:

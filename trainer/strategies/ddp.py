@@ -71,6 +71,8 @@ class DDPModel(ParallelModel):
     @override
     def wrap(self) -> Forward:
         strategy = self.strategy
+        if not torch.is_grad_enabled():  # for evaluations alone
+            return super().wrap()
         self._trained = {name: x for name, x in self.network.named_parameters() if x.requires_grad}  # as DDP has them
         if not self._trained:
             raise Refusal("strategy=ddp: the network has no trainable parameter, so no gradient to average")

@@ -120,6 +120,7 @@ class FakeForward:
     numbers, so they are the same in every stage that runs it.
     """
 
+    @torch.enable_grad()
     def __init__(
         self, step: nn.Module, cuts: list[str], example: Any, may_draw: bool, watched: Iterable[str] = ()
     ) -> None:
