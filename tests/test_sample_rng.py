@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,8 +18,11 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Binomial, Categorical, Gamma, Normal
 from torch.utils.checkpoint import checkpoint
 
+from tests.inside import product
 from trainer import Plan, Task
 from trainer.data.rng import Random, TensorPart
+from trainer.launch.rendezvous import Launch
+from trainer.messages import Refusal
 from trainer.parallel.rng.kernels import install_kernels, uninstall_kernels
 from trainer.parallel.rng.row_owners import find_draw_sites
 from trainer.parallel.rng.sample_rng import SampleRNG
@@ -505,4 +510,37 @@ def test_what_belongs_to_no_sample_is_said(kind: str) -> None:
     chance, _ = chanced(Sized(function))
     (note,) = chance.pop_notes()
     assert re.search(words, note), note
+    assert chance.pop_notes() == []
+
+
+TORCHS = ["compile.mode=reduce-overhead", "compile.mode=max-autotune"]
+
+
+@pytest.mark.parametrize("mode", TORCHS)
+def test_a_cuda_graph_that_would_repeat_masks_is_refused(tmp_path: Path, mode: str) -> None:
+    words = ["model=vit_tiny", "model.dropout=0.1", "device=cpu", "loop.steps=1", f"run.root={tmp_path}"]
+    with pytest.raises(Refusal, match=r"repeats those .*; use loop\.dropout=native, or under tensor ranks"):
+        product(Launch(), tmp_path, [*words, mode])
+
+
+class ByNumpy(nn.Module):
+    """A mask of the batch by NumPy and Python, as augmentation inside of a network is often written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = int(numpy.random.uniform(0, 4)) + random.randint(0, 2)
+        return self.layer(x.index_fill(-1, torch.arange(start, start + 2), 0.0))
+
+
+def test_numpys_and_pythons_numbers_follow_from_the_step() -> None:
+    chance, network = chanced(ByNumpy())
+    x = torch.randn(BATCH, 5, WIDTH)
+    whole = [drawn(chance, network, x, slice(0, 6), step) for step in range(8)]
+    numpy.random.rand(3)  # whoever else draws meanwhile
+    parts = [torch.cat([drawn(chance, network, x, at, step) for at in (slice(0, 2), slice(2, 6))]) for step in range(8)]
+    assert all(torch.allclose(one, other) for one, other in zip(whole, parts, strict=True))
+    assert len({str(each) for each in whole}) > 2
     assert chance.pop_notes() == []

@@ -46,10 +46,12 @@ class DrawNumbers:
 
     def __init__(self) -> None:
         self.calls: Counter[int] = Counter()  # by unit
+        self.unit = 0  # that was called last
         self._place, self._line, self._count = 0, 0, 0
 
     def begin(self, unit: int) -> None:
         """A unit is called."""
+        self.unit = unit
         self.calls[unit] += 1
         self._place, self._line, self._count = inside_unit(unit, self.calls[unit]), inside_unit(unit, 0), 0
 

@@ -53,6 +53,7 @@ class DrawSites:
     lines: dict[tuple[bool, int], Site | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     failure: str = ""  # why a forward could not be tried
+    python: bool = False  # does a forward draw from Python's or NumPy's generator?
 
     def add(self, training: bool, number: int, line: int, site: Site) -> None:
         """Know a place."""

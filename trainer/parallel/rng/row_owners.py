@@ -44,9 +44,9 @@ GENERATOR = (
     " (docs/one-curve.md)"
 )
 DOUBT = (
-    "loop.dropout=sample: {unit} draws random numbers of shape {shape} for three samples, {doubt}. They follow from"
-    " where a row stands: the curve depends on loop.micro_batches and on the processes. Draw for rows of samples,"
-    " (B, …), before they are mixed or after they are pooled (docs/one-curve.md)"
+    "loop.dropout=sample: in or after {unit} random numbers of shape {shape} are drawn for three samples, {doubt}."
+    " They follow from where a row stands: the curve depends on loop.micro_batches and on the processes. Draw for rows"
+    " of samples, (B, …), before they are mixed or after they are pooled (docs/one-curve.md)"
 )
 _AT = torch.ops.aten
 # operators whose result shows no sample, though a tensor of samples is among their arguments
@@ -75,7 +75,6 @@ class _Recorder:
         self.numbers, self.draws, self.own_generator = DrawNumbers(), list[_Draw](), False
         self.last: _Draw | None = None  # until the operator that has drawn it is seen
         self._places = {hash_name(name): name for name in names}
-        self._unit = "the network"
         watch_units(network, names, lambda: self.numbers)
 
     def begin(self) -> None:
@@ -86,8 +85,7 @@ class _Recorder:
 
     def next_draw(self, shape: tuple[int, ...], operator: str) -> None:
         """Take a draw down."""
-        units = [name for hashed, name in self._places.items() if hashed in self.numbers.calls]
-        self.last = _Draw(*self.numbers.next(), shape, operator, units[-1] if units else "")
+        self.last = _Draw(*self.numbers.next(), shape, operator, self._places.get(self.numbers.unit, ""))
         self.draws.append(self.last)
 
     def see_generator(self) -> None:
@@ -109,6 +107,8 @@ class _Leaf:
 def _find_leaves(three: Any, two: Any) -> list[_Leaf]:
     """How samples lie in each tensor: seen by what a batch without the last one lacks."""
     leaves = []
+    if len([*tensors(three)]) != len([*tensors(two)]):  # a list of samples: no tensor holds several
+        return [_Leaf(None) for _ in tensors(three)]
     for large, small in zip(tensors(three), tensors(two), strict=True):
         dims = [d for d in range(large.dim()) if large.shape[d] != small.shape[d]] if large.dim() == small.dim() else []
         fitting = [d for d in dims if large.shape[d] * 2 == small.shape[d] * 3]
@@ -328,6 +328,8 @@ def find_draw_sites(task: Task, network: nn.Module, example: Callable[[int], Any
             names = unit_names(network, task.plan(network))
             task, network = _copy(task, network, device)
             three, two = (map_tensors(example(count), lambda x: x.to(device)) for count in (3, 2))
+            if [x.shape for x in tensors(three)] == [x.shape for x in tensors(two)]:
+                raise ValueError("a batch of three samples looks like one of two: there are no three")
             trial = _Trial(task, network, _Recorder(network, names), three, two)
             for training in (True, False):
                 network.train(training)
@@ -401,6 +403,7 @@ class _Trial:
         fresh = python_states()
         draws = self._run(map_tensors(self.three, torch.clone), nullcontext())
         states = [python_states()]
+        found.python |= states[0] != fresh
         if not draws and states[0] == fresh and not recorder.own_generator:
             return False
         leaves = _find_leaves(self.three, self.two)

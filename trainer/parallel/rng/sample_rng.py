@@ -19,7 +19,7 @@ from trainer.parallel.context_parallel import Pieces, current_piece, rank_pieces
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.rng.draw_numbers import DrawNumbers, draw_number, hash_name, unit_names, watch_units
 from trainer.parallel.rng.kernels import use_source
-from trainer.parallel.rng.native_rng import TorchRNG
+from trainer.parallel.rng.native_rng import TorchRNG, seed_python
 from trainer.parallel.rng.random_draw import DrawSites, RandomDraw, Rows, Site, TensorPart, find_part
 from trainer.parallel.rng.row_owners import OUTSIDE
 
@@ -93,6 +93,8 @@ class SampleRNG(TorchRNG):
 
     def learn(self, sites: DrawSites | None) -> None:
         self.sites = sites
+        if sites is not None and sites.python:
+            self._python_used = True
         if sites is not None and not sites.sites and not sites.failure:  # nothing is drawn, so nothing is counted
             for hook in self._hooks:
                 hook.remove()
@@ -117,6 +119,8 @@ class SampleRNG(TorchRNG):
         self._progress.clear()
         self._step = None
         self._begin(_EVALUATING, 0, indices, ())
+        if self._python_used:
+            seed_python(self._forward.seed)
 
     def set_ranks(self, tensor: Ranks, context: Ranks, most_pieces: int) -> None:
         """These ranks share the layers of a network, and these the tokens of its samples, in so many pieces."""
@@ -195,12 +199,14 @@ class SampleRNG(TorchRNG):
         if dim is None and shape and shape[0] and shape[0] % batch == 0:
             dim = 0
         if self.sites is not None and not self._guessed and (dim is not None or site is not None):
-            owner = "each sample's" if dim is not None else "nobody's: they follow from where they stand"
+            unit = next((name for name in self.units if hash_name(name) == forward.numbers.unit), "the network")
+            owner = "rows of samples" if dim is not None else "rows of no sample, which draw by their place"
             cause = self.sites.failure or "the forward at the start did not draw there, or otherwise"
             self._guessed = (
-                f"loop.dropout=sample: a draw of shape {shape} for {batch} samples is taken for {owner}. That is a"
-                f" guess from the shape ({cause}). If it is wrong the curve depends on loop.micro_batches and on the"
-                " processes; job=verify tells (docs/one-curve.md)"
+                f"loop.dropout=sample: in or after {unit} random numbers of shape {shape} are drawn for {batch}"
+                f" samples, and taken for {owner}. That is a guess from the shape ({cause}). If it is wrong the curve"
+                " depends on loop.micro_batches and on the processes; job=verify tells. Draw for rows of samples,"
+                " (B, …), in every forward (docs/one-curve.md)"
             )
         return Site(Rows(dim))
 
@@ -208,7 +214,7 @@ class SampleRNG(TorchRNG):
         self, forward: SampleForward, site: Site, shape: tuple[int, ...], piece: int | None
     ) -> TensorPart | None:
         """What of each sample's numbers this rank draws, where tensor or context ranks share a tensor."""
-        if self._tensor.size * self._context.size == 1:
+        if self.sites is None or self._tensor.size * self._context.size == 1:
             return None
         local, whole, tokens = site.rows.of_sample(shape, forward.batch), site.whole, forward.tokens
         if whole is None or len(whole) != len(local):
