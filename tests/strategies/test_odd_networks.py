@@ -118,6 +118,23 @@ class Unguarded(Net):
         return super().forward(x + slope)
 
 
+class SlopeInLoss(Plain):
+    """A derivative between two outputs."""
+
+    def forward(self, network: nn.Module, inputs: Any, targets: Any) -> Any:
+        with torch.enable_grad():
+            inputs = inputs.detach().requires_grad_()
+            return {"x": inputs, "scores": network(inputs)}
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(output["scores"].sum(), output["x"], create_graph=True)
+            return super().loss(output["scores"], target) + slope.square().mean()
+
+    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+        return super().metrics(output["scores"], target)
+
+
 class WholeNumbers(Plain):
     """Weights that are ints and differ between ranks."""
 
@@ -170,6 +187,7 @@ def with_special(
         (Sloped, Plain, 2, Case("fsdp", {"reshard_after_forward": False}, micro_batches=2)),
         pytest.param(Sloped, Plain, 2, Case("fsdp"), marks=pytest.mark.long),
         (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
+        (Net, SlopeInLoss, 2, Case("ddp")),
         pytest.param(Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2}), marks=pytest.mark.long),
     ],
 )

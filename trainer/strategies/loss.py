@@ -195,7 +195,10 @@ class FlatOutput(nn.Module):
     @override
     def forward(self, *args: Any) -> Tensor | tuple[list[Tensor], Any]:
         """A lone tensor as it is; else the tensors of the output, and the output with empty tensors in their places."""
-        output = map_tensors(self.step(*args), lambda x: _Unattached.apply(x) if x.requires_grad else x)
+        # no others: a task may ask for the gradient of one output by another, with which the forward has computed it
+        output = map_tensors(
+            self.step(*args), lambda x: _Unattached.apply(x) if x.requires_grad and x._is_view() else x
+        )
         if isinstance(output, Tensor):
             return output
         return list(tensors(output)), map_tensors(output, lambda _: torch.empty(0, device="meta"))
