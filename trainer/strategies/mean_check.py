@@ -16,6 +16,7 @@ from trainer.data.rng import preserve_rng_state
 from trainer.learning.task import Task, TaskWrapper, loss_weight
 from trainer.messages import format_number
 from trainer.parallel.batch_gather import UnreachableRanks, set_gather_ranks
+from trainer.parallel.pipeline.fake_forward import count_writes
 from trainer.strategies.loss import total_loss
 
 _BYTES = 2**26  # kept of outputs and targets: a step's memory must not grow with them
@@ -114,7 +115,7 @@ class _StatePickler(pickle.Pickler):
     @override
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
-            return id(obj), obj._version
+            return id(obj), count_writes(obj)
         return id(obj) if isinstance(obj, type | FunctionType | BuiltinFunctionType | ModuleType) else None
 
 
