@@ -65,6 +65,14 @@ PLANTS = {
         {BEGIN: lambda original: lambda self, indices, *place: original(self, torch.arange(len(indices)), *place)},
         size=1,
     ),
+    "rows_by_size": Plant(
+        "whose a row of a draw is, is guessed from its size",
+        (*NET, "+model.kind=views"),
+        ("strategy=ddp",),
+        ("at step 1, forward",),
+        RANDOM,
+        {"trainer.parallel.rng.random_draw.DrawSites.find": lambda original: lambda *_: None},
+    ),
     "other_masks": Plant(
         "what is computed again in the backward has other masks",
         (*VIT, DROPOUT),

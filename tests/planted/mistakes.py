@@ -28,6 +28,7 @@ WHY = {
     "chosen": "chooses",
     "batch_norm": "strategy.sync_bn=true",
     "native_drop": "random numbers: torch's own",
+    "drawn_in_turn": "as often as there are samples",
     "own_buffer": "a buffer that is updated from",
     "own_field": "a forward before the first step",
     "mixed": "depends on the other samples",
@@ -90,6 +91,9 @@ _PLANTS = {
     ),
     "chosen": of_network("a layer chooses by its batch what it computes", "", _network("chosen")),
     "batch_norm": of_network("BatchNorm without strategy.sync_bn", "", _network("batch_norm")),
+    "drawn_in_turn": of_network(
+        "a layer draws for one sample after the other", "", _network("drawn_in_turn"), true=RANDOM
+    ),
     "native_drop": of_network(
         "dropout with torch's own numbers, that is no module",
         "",

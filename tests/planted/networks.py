@@ -116,6 +116,23 @@ class NativeDrop(nn.Linear):
         return F.dropout(super().forward(x), 0.1, self.training)
 
 
+class DrawnInTurn(nn.Linear):
+    """It draws for one of its samples after the other: no number belongs to a sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = [torch.rand(1).item() if self.training else 0.5 for _ in x]
+        return super().forward(x) * (1 + 0.1 * x.new_tensor(drawn)[:, None])
+
+
+class Views(nn.Linear):
+    """Dropout of two views of a batch, one behind the other: (2 · B, …), as siamese networks have it. It is right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        one, other = F.dropout(torch.cat([y, -y]), 0.1, self.training).chunk(2)
+        return one - 0.5 * other
+
+
 class Centred(nn.Linear):
     """It subtracts the mean of the samples that are there."""
 
@@ -276,6 +293,8 @@ KINDS: dict[str, Callable[[int, int], nn.Module]] = {
     "numpy_random": NumpyRandom,
     "own_generator": OwnGenerator,
     "native_drop": NativeDrop,
+    "drawn_in_turn": DrawnInTurn,
+    "views": Views,
     "centred": Centred,
     "chosen": Chosen,
     "chosen_layer": ChosenLayer,
