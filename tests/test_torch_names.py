@@ -55,6 +55,8 @@ PRIVATE = {
     # A softmax that reads fp16 and writes fp32, as GPUs have it; in 2.11 to 2.15.
     "torch.ops.aten._log_softmax": "trainer/jobs/plan/fake_mode.py",
     "torch.ops.aten._log_softmax_backward_data": "trainer/jobs/plan/fake_mode.py",
+    # Is a tensor a view of another one? FSDP asks the same of outputs; there is no public name.
+    "torch.zeros(1)._is_view": "trainer/strategies/loss.py",
     # What `backward` calls once it has asked what its arguments are, which takes a tenth of a small network's; in 2.11
     # to 2.15.
     "torch.autograd.graph._engine_run_backward": "trainer/strategies/loss.py",
