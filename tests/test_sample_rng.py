@@ -443,6 +443,9 @@ def attended(h: Tensor) -> Tensor:
 OWNED: dict[str, Callable[[Sized, Tensor], Tensor]] = {
     "views": views,
     "rows": partial(rows, draw=lambda h: F.dropout(h, 0.5)),
+    "rows, after other draws": lambda self, h: F.dropout(views(self, F.dropout(h, 0.5)).flatten(0, 1), 0.5).unflatten(
+        0, (-1, 2)
+    ),
     "rows, channels": partial(rows, draw=lambda h: F.dropout1d(h[:, :, None], 0.5)[:, :, 0]),
     "rows, 2d": partial(rows, draw=lambda h: F.dropout2d(h[:, :, None, None], 0.5)[:, :, 0, 0]),
     "rows, alpha": partial(rows, draw=lambda h: F.alpha_dropout(h, 0.5, True)),

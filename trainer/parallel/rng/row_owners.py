@@ -102,6 +102,7 @@ class _Leaf:
 
     dim: int | None  # None: not known, or it has none
     owner: Tensor | None = None  # (size,): the sample of each row
+    uneven: bool = False  # have samples different numbers of rows?
 
 
 def _find_leaves(three: Any, two: Any) -> list[_Leaf]:
@@ -113,7 +114,7 @@ def _find_leaves(three: Any, two: Any) -> list[_Leaf]:
         dims = [d for d in range(large.dim()) if large.shape[d] != small.shape[d]] if large.dim() == small.dim() else []
         fitting = [d for d in dims if large.shape[d] * 2 == small.shape[d] * 3]
         if not fitting:
-            leaves.append(_Leaf(None))
+            leaves.append(_Leaf(None, uneven=bool(dims)))
             continue
         dim, rows = fitting[0], large.shape[fitting[0]] // 3
         order = torch.arange(3 * rows)
@@ -148,7 +149,7 @@ def _with_sample(batch: Any, leaves: list[_Leaf], sample: int) -> Any:
 
 def _without_last(batch: Any, leaves: list[_Leaf], collated: Any) -> Any:
     """The batch without its last sample: rows are taken out, so that nothing else of it differs, or as collated."""
-    if any(leaf.dim is None and x.dim() for leaf, x in zip(leaves, tensors(batch), strict=True)):
+    if not any(leaf.dim is not None for leaf in leaves) or any(leaf.uneven for leaf in leaves):
         return collated
     remaining = iter(leaves)
 
@@ -244,7 +245,8 @@ class _Flow(TorchDispatchMode):
         for at, noise in enumerate(noises if not shaped else ()):
             if noise is None:
                 continue
-            partners = [i for i in range(len(inputs)) if i != at and shown[i] and noises[i] is None]
+            others = [i for i, other in enumerate(noises) if other is None or other.draw != noise.draw]
+            partners = [i for i in others if shown[i]]  # they may hold what was drawn before
             if partners and len(noise.joins) < _MOST_JOINS:
                 yield noise, partners[0], func.overloadpacket in _CHOOSING
             for output in outputs:

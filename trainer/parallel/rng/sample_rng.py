@@ -21,7 +21,7 @@ from trainer.parallel.rng.draw_numbers import DrawNumbers, draw_number, hash_nam
 from trainer.parallel.rng.kernels import use_source
 from trainer.parallel.rng.native_rng import TorchRNG, seed_python
 from trainer.parallel.rng.random_draw import DrawSites, RandomDraw, Rows, Site, TensorPart, find_part
-from trainer.parallel.rng.row_owners import OUTSIDE
+from trainer.parallel.rng.row_owners import GENERATOR, OUTSIDE
 
 _OUTSIDE = hash_name(OUTSIDE)
 _LEARNING, _EVALUATING = 0x6C6561726E, 0x6576616C  # set a forward's numbers apart from those of augmentation
@@ -74,8 +74,8 @@ class SampleRNG(TorchRNG):
         # the call that computes pieces of a sequence, and its piece; the seed and the counts as the call began
         self._piece: tuple[object, int, int, DrawNumbers] | None = None
         self._tensor, self._context, self._most_pieces = Ranks(), Ranks(), 1
-        self._guessed = ""  # the note about a draw at a place that nobody has looked at
-        self._said = False
+        self._guessed = False  # was a draw at a place that nobody has looked at, which one note tells?
+        self._said = 0  # of the notes
         self._before: list[Any] = []  # sources of draws, as this one was entered
 
     def __enter__(self) -> None:
@@ -138,7 +138,9 @@ class SampleRNG(TorchRNG):
         self._graph = self._piece = None
 
     def see_generator(self) -> None:
-        """A generator of the network's own draws; what that means was said at the start."""
+        """A generator of the network's own draws; what that means was said at the start, where that could be seen."""
+        if self.sites is not None and GENERATOR not in self.sites.notes:
+            self.sites.notes.append(GENERATOR)
 
     def next_draw(self, shape: tuple[int, ...], operator: str) -> RandomDraw | None:
         """The next draw of the forward that is under way, of this shape on this rank; None where it is nobody's."""
@@ -202,7 +204,8 @@ class SampleRNG(TorchRNG):
             unit = next((name for name in self.units if hash_name(name) == forward.numbers.unit), "the network")
             owner = "rows of samples" if dim is not None else "rows of no sample, which draw by their place"
             cause = self.sites.failure or "the forward at the start did not draw there, or otherwise"
-            self._guessed = (
+            self._guessed = True
+            self.sites.notes.append(
                 f"loop.dropout=sample: in or after {unit} random numbers of shape {shape} are drawn for {batch}"
                 f" samples, and taken for {owner}. That is a guess from the shape ({cause}). If it is wrong the curve"
                 " depends on loop.micro_batches and on the processes; job=verify tells. Draw for rows of samples,"
@@ -262,10 +265,9 @@ class SampleRNG(TorchRNG):
 
     def pop_notes(self) -> list[str]:
         """What a user should know of the draws since the last call."""
-        notes = [] if self.sites is None or self._said else self.sites.notes
-        self._said |= self.sites is not None
-        guessed, self._guessed = self._guessed, self._guessed and "\0"
-        return [*notes, *([guessed] if guessed not in ("", "\0") else [])]
+        notes = self.sites.notes if self.sites is not None else []
+        new, self._said = notes[self._said :], len(notes)
+        return new
 
 
 def _leave_cudnn(module: nn.RNNBase) -> None:
