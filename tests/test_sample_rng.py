@@ -434,6 +434,13 @@ def by_hand(self: Sized, h: Tensor) -> Tensor:
     return weights @ h
 
 
+def diffused(self: Sized, h: Tensor) -> Tensor:
+    """Noise by a schedule, for a time of each sample."""
+    times = torch.randint(0, 10, (len(h),))
+    kept = torch.linspace(0.9, 0.1, 10)[times][:, None, None]
+    return kept.sqrt() * h + (1 - kept).sqrt() * torch.randn_like(h)
+
+
 def attended(h: Tensor) -> Tensor:
     q = h.view(len(h), 2, 2, -1)
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).reshape(h.shape)
@@ -446,6 +453,12 @@ OWNED: dict[str, Callable[[Sized, Tensor], Tensor]] = {
     "rows, after other draws": lambda self, h: F.dropout(views(self, F.dropout(h, 0.5)).flatten(0, 1), 0.5).unflatten(
         0, (-1, 2)
     ),
+    "time after time": lambda self, h: (
+        F.dropout(h.transpose(0, 1).flatten(0, 1), 0.5).unflatten(0, (5, -1)).transpose(0, 1)
+    ),
+    "diffusion": diffused,
+    "guidance": lambda self, h: torch.where(torch.rand(len(h), 1, 1) < 0.3, self.token, h),
+    "several passes": lambda self, h: F.dropout(h.repeat(4, 1, 1), 0.5).unflatten(0, (4, -1)).transpose(0, 1),
     "rows, channels": partial(rows, draw=lambda h: F.dropout1d(h[:, :, None], 0.5)[:, :, 0]),
     "rows, 2d": partial(rows, draw=lambda h: F.dropout2d(h[:, :, None, None], 0.5)[:, :, 0, 0]),
     "rows, alpha": partial(rows, draw=lambda h: F.alpha_dropout(h, 0.5, True)),

@@ -17,11 +17,12 @@ class Rows(NamedTuple):
     """Whose the rows of a tensor are: those of samples lie along one dimension, for each of several views of a batch.
 
     So (B, …) has dim 0 and one view. Sample after sample with k rows each, (B · k, …), has one view, too; view after
-    view, (k · B, …), has k. dim None: rows belong to no sample, and all ranks draw the same.
+    view, (k · B, …), has as many as there are rows for a sample. dim None: rows belong to no sample, and all ranks draw
+    the same.
     """
 
     dim: int | None
-    views: int = 1
+    views: int | None = 1  # None: each view has one row of a sample
 
     def of_sample(self, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
         """The numbers of one sample, (views, rows, …), in a tensor of this shape for so many samples.
@@ -31,9 +32,10 @@ class Rows(NamedTuple):
         if self.dim is None:
             return shape
         size, rest = shape[self.dim], (*shape[: self.dim], *shape[self.dim + 1 :])
-        if size % (batch * self.views):
+        views = self.views or max(1, size // batch)
+        if size % (batch * views):
             raise ValueError(f"{size} rows are not those of {batch} samples")
-        return (self.views, size // (batch * self.views), *rest)
+        return (views, size // (batch * views), *rest)
 
 
 class Site(NamedTuple):
@@ -96,12 +98,12 @@ class RandomDraw:
 
     def _make(self, shape: tuple[int, ...], make: Callable[[Random, tuple[int, ...]], Tensor]) -> Tensor:
         """A draw of this shape. make: called with streams and a shape that has one row for each stream."""
-        dim, views = self.rows
+        dim = self.rows.dim
         if dim is None:
             return make(self.common.of(self.number, self.part), (1, *shape)).view(shape)
         sizes = (self.batch, *self.rows.of_sample(shape, self.batch))
         drawn = make(self.samples.of(self.number, self.part), sizes)  # (B, views, rows, …)
-        if views > 1:
+        if sizes[1] > 1:
             drawn = drawn.transpose(0, 1)  # (views, B, rows, …)
         rest = (*shape[:dim], *shape[dim + 1 :])
         return drawn.reshape(shape[dim], *rest).movedim(0, dim)
@@ -123,8 +125,8 @@ class RandomDraw:
                 seed_torch(mix_seeds(self.seed, self.number & POSITIVE), device)
                 return kernel(*args)
             result = x if in_place else torch.empty_like(x)
-            self.rows.of_sample(tuple(x.shape), self.batch)
-            places = torch.arange(x.shape[dim], device=device).view(self.rows.views, self.batch, -1)
+            views = self.rows.of_sample(tuple(x.shape), self.batch)[0]
+            places = torch.arange(x.shape[dim], device=device).view(views, self.batch, -1)
             for sample, start in enumerate(self.samples.of(self.number).starts.tolist()):
                 own = places[:, sample].flatten()
                 seed_torch(start & POSITIVE, device)

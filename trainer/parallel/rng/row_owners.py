@@ -307,7 +307,8 @@ def _fit(shape: tuple[int, ...], dims: list[int], touched: list[Tensor]) -> tupl
             owner = torch.arange(size) // (size // 3 // views) % 3
             exact = all(torch.equal(found, owner == sample) for sample, found in enumerate(rows))
             within = all(not (found & (owner != sample)).any() for sample, found in enumerate(rows))
-            fitting += [(exact, Rows(dim, views))] if within else []
+            each = views == 1 or views < size // 3  # is there more than one row of a sample in a view?
+            fitting += [(exact, Rows(dim, views if each else None))] if within else []
     found = any(bool(t.any()) for t in touched)
     exactly = [rows for exact, rows in fitting if exact]
     return (exactly or [rows for _, rows in fitting]) if found else [], found
@@ -390,7 +391,7 @@ class _Trial:
         inputs, targets = batch
         before = use_source(self.recorder)
         try:
-            with flow:
+            with flow, torch.set_grad_enabled(network.training):  # a forward may take gradients
                 output = task.forward(network, inputs, targets)
                 self.recorder.numbers.begin(hash_name(OUTSIDE))
                 task.loss(output, targets)

@@ -244,6 +244,7 @@ class SampleRNG(TorchRNG):
     def _unclear(self, shape: tuple[int, ...]) -> RuntimeError:
         split = "tensor ranks" if self._context.size == 1 else "context ranks"
         others = "" if self._tensor.size > 1 else ", or loop.dropout=native"
+        others += f" ({self.sites.failure})" if self.sites is not None and self.sites.failure else ""
         return RuntimeError(
             f"loop.dropout=sample: a draw of shape {shape} where {split} hold parts of a tensor: it is not clear which"
             " part of the whole this is. Draw it where activations are whole, give sequences one length, or use"
