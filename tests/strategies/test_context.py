@@ -23,7 +23,7 @@ from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.context_parallel import Pieces, rank_pieces
-from trainer.parallel.rng.random_draw import find_part
+from trainer.parallel.rng.random_draw import TensorPart, find_part
 from trainer.strategies.machine import Machine
 from trainer.strategies.tp import TP
 
@@ -190,6 +190,12 @@ def test_tensor_ranks_that_cut_a_stretch_once_more_know_its_places(size: int, ra
         assert (part.dim, part.size) == (1, 3 * size)
         own = places[rank * size // ranks : (rank + 1) * size // ranks]
         assert [place for each in part.places for place in each] == own
+
+
+def test_heads_of_a_tensor_rank_are_told_from_tokens_that_are_as_many_as_its_channels() -> None:
+    """Weights of attention by hand, (heads, tokens, tokens): 16 · 16 is what a rank has of 4 heads of width 128."""
+    part = find_part((4, 16, 16), (2, 16, 16), Pieces((1,), 2), loosely=False)
+    assert part == TensorPart(1, (range(2, 4),), 4)
 
 
 def test_of_two_dimensions_at_once_no_part_is_known() -> None:
