@@ -23,7 +23,7 @@ from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.messages import Refusal
 from trainer.parallel.context_parallel import Pieces, rank_pieces
-from trainer.parallel.rng.random_draw import TensorPart, find_part
+from trainer.parallel.rng.random_draw import DrawSites, TensorPart, find_part
 from trainer.strategies.machine import Machine
 from trainer.strategies.tp import TP
 
@@ -69,11 +69,12 @@ def seen(launch: Launch, place: Path, words: list[str]) -> int:
     def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
         nonlocal pairs
         queries, keys = q.shape[2], k.shape[2]
-        if torch.is_grad_enabled():  # not of the trial forwards at the start; each query sees one key more
-            pairs += q.shape[:2].numel() * (queries * keys - queries * (queries - 1) // 2)
+        pairs += q.shape[:2].numel() * (queries * keys - queries * (queries - 1) // 2)  # each query one key more
         return scaled_dot_product_attention(q, k, v, **more)
 
-    with patch("recipes.language.causal.scaled_dot_product_attention", attend):
+    # without the forwards of whole sequences at the start, which look for draws
+    without = patch("trainer.strategies.base.find_draw_sites", lambda *_: DrawSites())
+    with without, patch("recipes.language.causal.scaled_dot_product_attention", attend):
         assert product(launch, place, words) == 0
     return pairs
 
