@@ -383,6 +383,7 @@ class _Trial:
     recorder: _Recorder
     three: Any
     two: Any
+    gradients: bool = False  # does the forward take some, so that activations must be kept?
 
     def _run(self, batch: Any, flow: AbstractContextManager[Any]) -> list[_Draw]:
         """One forward of a copy, which may change what it holds; its draws."""
@@ -391,7 +392,7 @@ class _Trial:
         inputs, targets = batch
         before = use_source(self.recorder)
         try:
-            with flow, torch.set_grad_enabled(network.training):  # a forward may take gradients
+            with flow, torch.set_grad_enabled(self.gradients):
                 output = task.forward(network, inputs, targets)
                 self.recorder.numbers.begin(hash_name(OUTSIDE))
                 task.loss(output, targets)
@@ -404,7 +405,13 @@ class _Trial:
         recorder = self.recorder
         recorder.begin()
         fresh = python_states()
-        draws = self._run(map_tensors(self.three, torch.clone), nullcontext())
+        try:
+            draws = self._run(map_tensors(self.three, torch.clone), nullcontext())
+        except RuntimeError:
+            self.gradients = training
+            if not training:
+                raise
+            draws = self._run(map_tensors(self.three, torch.clone), nullcontext())
         states = [python_states()]
         found.python |= states[0] != fresh
         if not draws and states[0] == fresh and not recorder.own_generator:
