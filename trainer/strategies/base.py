@@ -150,17 +150,17 @@ class Strategy(RankContext):
         if self.machine.compile is None or not found.sites:
             return found
         mode = self.machine.compile.mode
-        if torch.__version__ < "2.13":
-            raise Refusal(
-                f"compile.mode={mode}: the network draws random numbers for each sample (loop.dropout=sample), and"
-                f" torch {torch.__version__} does not keep the order of draws in a graph; use loop.dropout=native,"
-                " under tensor ranks compile.mode=null, or torch 2.13 or newer"
-            )
         if mode != "default":
             raise Refusal(
                 f"compile.mode={mode}: the network draws random numbers for each sample (loop.dropout=sample), and a"
                 f" CUDA graph repeats those that it was recorded with; use loop.dropout=native, or under tensor ranks"
                 " compile.mode=default"
+            )
+        if torch.__version__ < "2.13":
+            raise Refusal(
+                f"compile.mode={mode}: the network draws random numbers for each sample (loop.dropout=sample), and"
+                f" torch {torch.__version__} does not keep the order of draws in a graph; use loop.dropout=native,"
+                " under tensor ranks compile.mode=null, or torch 2.13 or newer"
             )
         return found
 
