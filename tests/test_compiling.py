@@ -252,7 +252,7 @@ class Recurrent(nn.Module):
 
 
 def test_recurrent_layers_learn_the_same_beside_graphs() -> None:
-    assert curve(Recurrent, "network") == pytest.approx(curve(Recurrent, ""), rel=1e-12)
+    assert curve(Recurrent, "units") == pytest.approx(curve(Recurrent, ""), rel=1e-12)
 
 
 def test_graphs_of_training_and_of_an_evaluation_are_counted_in_the_output(

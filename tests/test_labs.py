@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from importlib import import_module
@@ -142,8 +143,8 @@ def test_a_memory_passes_from_batch_to_batch_as_in_a_loop_that_detaches_it(
 def test_dropout_on_the_nodes_of_graphs_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(torch.Tensor, "relu", lambda x: dropout(relu(x), 0.5)):
         assert train(Launch(), "graphs", tmp_path, "strategy=single", *BRIEF, "log=[console]") == 0
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "draws random numbers for" in line]
-    assert "in another, which are not its" in note
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "random numbers of shape" in line]
+    assert re.search(r"in or after layers\.0 .*parts of samples of different size \(and at \d+ more places\)", note)
 
 
 LOSSES = [

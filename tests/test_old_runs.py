@@ -43,13 +43,15 @@ def test_an_old_run_goes_on_to_its_end_as_it_would_have_then(processes: Processe
     size, command = without_processes(words(name, name))
     assert processes.run(size, product, tmp_path, command) == [0] * size
     now = learned(folder)
+    # random numbers of a forward follow from other places of the network now: such a run goes on with other masks
+    near = {"rel": 0.1} if name == "sample_dropout" else NEAR
     assert [line[0] for line in now["train"]] == [line[0] for line in expected["train"]]
     for figure in range(1, 4):  # loss, norm of the gradient, rate
         ours, theirs = ([line[figure] for line in lines] for lines in (now["train"], expected["train"]))
-        assert ours == pytest.approx(theirs, **NEAR)
+        assert ours == pytest.approx(theirs, **near)
     assert len(now["eval"]) == len(expected["eval"])
     for ours, theirs in zip(now["eval"], expected["eval"], strict=True):
-        assert ours == pytest.approx(theirs, **NEAR)
+        assert ours == pytest.approx(theirs, **near)
 
 
 @pytest.mark.parametrize("name", quickly(("ema", "fsdp", "lora"), "ema"))

@@ -257,7 +257,7 @@ def install_kernels(device: torch.device, dropout: str, compiled: bool = False) 
     hidden = compiled or is_compiler_loaded()
     # in the host's memory some draw for a GPU, too
     for kind in dict.fromkeys(("cpu", device.type)):
-        key = kind.upper()  # as the dispatcher calls it
+        key = kind.upper() if kind in ("cpu", "cuda", "xpu", "mps") else "PrivateUse1"  # as the dispatcher calls it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that its kernels are overridden
             for name, (instead, shape_of) in KERNELS.items():

@@ -44,9 +44,9 @@ GENERATOR = (
     " (docs/one-curve.md)"
 )
 DOUBT = (
-    "loop.dropout=sample: in or after {unit} random numbers of shape {shape} are drawn for three samples, {doubt}."
-    " They follow from where a row stands: the curve depends on loop.micro_batches and on the processes. Draw for rows"
-    " of samples, (B, …), before they are mixed or after they are pooled (docs/one-curve.md)"
+    "loop.dropout=sample: in or after {unit} random numbers of shape {shape} are drawn for three samples,"
+    " {doubt}{more}. They follow from where a row stands: the curve depends on loop.micro_batches and on the processes."
+    " Draw for rows of samples, (B, …), before they are mixed or after they are pooled (docs/one-curve.md)"
 )
 _AT = torch.ops.aten
 # operators whose result shows no sample, though a tensor of samples is among their arguments
@@ -340,9 +340,12 @@ def find_draw_sites(task: Task, network: nn.Module, example: Callable[[int], Any
                     norm.eval()  # statistics of a batch would tie all its samples together
                 if not trial.look(found, training):
                     break
+            for unit, shape, doubt in trial.doubts[:1]:  # one line for a run
+                more = f" (and at {len(trial.doubts) - 1} more places)" if len(trial.doubts) > 1 else ""
+                found.notes.append(DOUBT.format(unit=unit, shape=shape, doubt=doubt, more=more))
         except Exception as error:
             found.failure = f"a forward of three samples ended with {type(error).__name__}: {first_line(error)}"
-    found.notes = [*dict.fromkeys(found.notes)]
+    found.notes = [*dict.fromkeys(found.notes)]  # of both modes
     return found
 
 
@@ -384,6 +387,7 @@ class _Trial:
     three: Any
     two: Any
     gradients: bool = False  # does the forward take some, so that activations must be kept?
+    doubts: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)  # unit, shape, what is not known
 
     def _run(self, batch: Any, flow: AbstractContextManager[Any]) -> list[_Draw]:
         """One forward of a copy, which may change what it holds; its draws."""
@@ -436,7 +440,7 @@ class _Trial:
             rows, doubt = _decide(draw, others.get(draw.number), [join for join in joins.values() if join.draw == at])
             found.add(training, draw.number, draw.line, Site(rows, rows.of_sample(draw.shape, 3), tokens))
             if doubt:
-                found.notes.append(DOUBT.format(unit=draw.unit or "the network", shape=draw.shape, doubt=doubt))
+                self.doubts.append((draw.unit or "the network", draw.shape, doubt))
         return True
 
 
