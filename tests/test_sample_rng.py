@@ -506,6 +506,10 @@ def test_a_row_belongs_to_its_sample_whatever_its_place(kind: str) -> None:
 # what nobody can give to samples: it is said, with what to write instead
 SAID: dict[str, tuple[Callable[[Sized, Tensor], Tensor], str]] = {
     "mixed": (lambda self, h: F.dropout(h - h.mean(0), 0.5), "samples are mixed before"),
+    "rows that data choose": (
+        lambda self, h: torch.cat([F.dropout(h.flatten(0, 1)[[0, 6]], 0.5), h.flatten(0, 1)]),
+        "parts of samples",
+    ),
     "a permutation of the batch": (lambda self, h: h + h[torch.randperm(len(h))], "the order of a batch"),
     "NumPy, for each sample": (
         lambda self, h: torch.stack([row * float(numpy.random.rand()) for row in h]),

@@ -437,6 +437,8 @@ class _Trial:
         others = {draw.number: draw.shape for draw in smaller}
         tokens = count_tokens(self.three[0])
         for at, draw in enumerate(draws):
+            if not math.prod(draw.shape):
+                continue  # rows that data choose, and here none: nothing is known
             rows, doubt = _decide(draw, others.get(draw.number), [join for join in joins.values() if join.draw == at])
             found.add(training, draw.number, draw.line, Site(rows, rows.of_sample(draw.shape, 3), tokens))
             if doubt:
@@ -453,6 +455,9 @@ def _decide(draw: _Draw, smaller: tuple[int, ...] | None, joins: list[_Join]) ->
     dims = [dim for dim, size in enumerate(shape) if size and size % 3 == 0]
     if smaller is not None and len(smaller) == len(shape):
         if smaller == shape:
+            for one, other in ([_touched(join, sample, math.prod(shape)) for sample in (0, 1)] for join in joins):
+                if one is not None and other is not None and one.any() and other.any() and not (one & other).any():
+                    return Rows(None), "whose rows are parts of samples, and as many for two samples"
             return Rows(None), ""  # a weight, a choice for all: nobody's, and the same for everybody
         if draw.operator.startswith("randperm"):
             return Rows(None), "the order of a batch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -200,7 +201,8 @@ class SampleRNG(TorchRNG):
         dim = next((d for d, size in enumerate(shape) if size == batch), None)
         if dim is None and shape and shape[0] and shape[0] % batch == 0:
             dim = 0
-        if self.sites is not None and not self._guessed and (dim is not None or site is not None):
+        several = dim is not None or site is not None or math.prod(shape) > 1  # one number is a choice for all
+        if self.sites is not None and not self._guessed and several:
             unit = next((name for name in self.units if hash_name(name) == forward.numbers.unit), "the network")
             owner = "rows of samples" if dim is not None else "rows of no sample, which draw by their place"
             cause = self.sites.failure or "the forward at the start did not draw there, or otherwise"
@@ -250,10 +252,6 @@ class SampleRNG(TorchRNG):
             " part of the whole this is. Draw it where activations are whole, give sequences one length, or use"
             f" strategy=fsdp{others}"
         )
-
-    def has_drawn(self) -> bool:
-        """Has anything been drawn in this step?"""
-        return any(forward.draws for forward, _ in self._progress.values())
 
     @contextmanager
     def in_graph(self, numbers: list[int | None]) -> Iterator[None]:
