@@ -273,6 +273,16 @@ def install_kernels(device: torch.device, dropout: str, compiled: bool = False) 
     _Installed.fallback_before = set_fallback_random(True)
 
 
+def see_compiler() -> bool:
+    """Let graphs call torch's operators if somebody has imported the compiler meanwhile; then they are made anew."""
+    if _Installed.library is None or _Installed.fallback_before is not None:
+        return False
+    _Installed.fallback_before = set_fallback_random(True)
+    if _Installed.fallback_before is not None:
+        torch.compiler.reset()
+    return _Installed.fallback_before is not None
+
+
 def uninstall_kernels(dropout: str) -> None:
     """Torch's own kernels are back once nobody needs the overrides."""
     _Installed.users -= dropout == "sample"

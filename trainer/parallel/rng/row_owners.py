@@ -28,7 +28,7 @@ from trainer.parallel.context_parallel import count_tokens
 from trainer.parallel.dispatch_mode import TorchDispatchMode
 from trainer.parallel.meta_model import named_state
 from trainer.parallel.rng.draw_numbers import DrawNumbers, hash_name, unit_names, watch_units
-from trainer.parallel.rng.kernels import use_source
+from trainer.parallel.rng.kernels import see_compiler, use_source
 from trainer.parallel.rng.native_rng import python_states, seed_python
 from trainer.parallel.rng.random_draw import DrawSites, Rows, Site
 
@@ -415,6 +415,8 @@ class _Trial:
             self.gradients = training
             if not training:
                 raise
+            draws = self._run(map_tensors(self.three, torch.clone), nullcontext())
+        if see_compiler():  # the forward has compiled a part of itself, whose draws nobody has seen
             draws = self._run(map_tensors(self.three, torch.clone), nullcontext())
         states = [python_states()]
         found.python |= states[0] != fresh
