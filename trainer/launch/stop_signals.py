@@ -66,15 +66,17 @@ class StopRequest:
         _current = self
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        """Put everything back as it was."""
+    def __exit__(self, error: Any, *_: Any) -> None:
+        """Put everything back as it was; but after an error a rank of several is not ended before it has told of it."""
         global _current
         if _current is not self:
             return
         _current = None
         signal.set_wakeup_fd(self._woken_before)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # the launcher ends all ranks as soon as one has failed, and this one has still to write what it saw
+            is_awaited = error is not None and self._store is not None and number == signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if is_awaited else handler)
         # 0 is the number of no signal: it ends the thread
         os.write(self._writer, b"\0")
         self._thread.join()
