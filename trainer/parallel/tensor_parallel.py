@@ -178,18 +178,6 @@ def _degrees(size: int) -> str:
     return "degrees that work: " + ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)
 
 
-def activation_layouts(style: ParallelStyle) -> tuple[Any, Any]:
-    """The layouts of activations that a style sets: before its module and after it. None: as they were."""
-    if isinstance(style, PrepareModuleInputOutput):
-        return style.prepare_module_input.desired_input_layouts, style.prepare_module_output.desired_output_layouts
-    if isinstance(style, PrepareModuleInput):
-        return style.desired_input_layouts, None
-    for name in ("desired_output_layouts", "output_layouts", "sequence_sharding"):
-        if hasattr(style, name):
-            return None, getattr(style, name)
-    return None, None
-
-
 def redistribute_gradients(parameters: Iterator[Tensor]) -> None:
     """Collective: gradients that are still terms of a sum become what their parameter is, whole or split.
 

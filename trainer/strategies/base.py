@@ -153,7 +153,7 @@ class Strategy(RankContext):
         if mode != "default":
             raise Refusal(
                 f"compile.mode={mode}: the network draws random numbers for each sample (loop.dropout=sample), and a"
-                f" CUDA graph repeats those that it was recorded with; use loop.dropout=native, or under tensor ranks"
+                " CUDA graph repeats those that it was recorded with; use loop.dropout=native, or under tensor ranks"
                 " compile.mode=default"
             )
         if torch.__version__ < "2.13":
