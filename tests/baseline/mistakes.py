@@ -6,9 +6,9 @@
 
 Each file of `mistakes/` is a patch whose first line says what is wrong: planted ones, and fixes of the past taken back.
 One at a time is applied to CHECKOUT, which is clean and no place of work, and is taken back. The tests are those that
-its second line names, as those of a fix, then those whose imports lie nearest to the files of the patch, long ones
-included. A result is written after each; stop and begin again as you like. Where a patch no longer fits, write it anew,
-in the code of today.
+its second line names, then those that lie nearest to the files of the patch by name and imports, at most eight files,
+long ones included. A result is written after each; stop and begin again as you like. Where a patch no longer fits,
+write it anew, in the code of today.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def nearest_tests(checkout: Path, changed: list[str]) -> list[str]:
             ranked.append((distance, sum(name.startswith("trainer") for name in names), file))
     shared = any(file.startswith(("trainer/strategies", "trainer/parallel", "trainer/data")) for file in changed)
     near = {at: [file for distance, _, file in sorted(ranked) if distance == at] for at in range(3)}
-    return list(dict.fromkeys([*near[0], *(WIDE if shared else []), *near[1], *near[2]]))[:MOST]
+    return list(dict.fromkeys([*near[0], *(WIDE if shared else []), *near[1], *near[2]]))
 
 
 def _meets(names: set[str], wanted: set[str]) -> bool:
@@ -95,9 +95,8 @@ def try_one(checkout: Path, patch: Path, quick: bool) -> dict[str, Any]:
     assert not subprocess.check_output([*git, "status", "--porcelain", "-uno"]), f"{checkout} has changes of its own"
     said = patch.read_text().splitlines()[1].partition("tests: ")[2].split()
     changed = re.findall(r"^\+\+\+ b/(.*)$", patch.read_text(), re.MULTILINE)
-    tests = list(
-        dict.fromkeys([*(file for file in said if (checkout / file).exists()), *nearest_tests(checkout, changed)])
-    )
+    said = [file for file in said if (checkout / file).exists()]
+    tests = list(dict.fromkeys([*said, *nearest_tests(checkout, changed)]))[:MOST]
     words = ["-n", "auto"] if quick else ["-n", "0", "--long", *tests]
     while True:
         applied = subprocess.run([*git, "apply", "-C1", str(patch)], capture_output=True, text=True)
