@@ -16,7 +16,7 @@ import pytest
 from tests.compositions import remembered
 
 if TYPE_CHECKING:
-    from tests.processes import Processes
+    from tests.ranks import Processes
 
 LEFT_OUT = pytest.StashKey[int]()
 MOST_LANES, LANE_BYTES = 4, 5 * 2**30  # each has its own group of processes, in 3 to 4 GB of memory
@@ -25,7 +25,7 @@ MOST_LANES, LANE_BYTES = 4, 5 * 2**30  # each has its own group of processes, in
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
     """Four processes; they are started by the first test that asks for them."""
-    from tests.processes import Processes
+    from tests.ranks import Processes
 
     group = Processes()
     yield group
