@@ -1,65 +1,65 @@
-"""What is no classification: the labs in tests/labs, each a folder to copy, trained as their users would."""
+"""The labs in tests/labs, each a folder to copy, trained as their users would; and networks of others."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import sys
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy, dropout, relu, softplus
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout, softplus
 
-from recipes.vision.augment import Augment
-from tests.commands import curve, far, lines
-from tests.inside import product
-from tests.processes import Processes
-from tests.quick import quickly
-from tests.strategies.counting import collectives_of_a_step
-from tests.strategies.toys import NETWORKS, Case, Net
-from trainer.data.dataset_reader import LoaderOptions
-from trainer.data.loader import TrainLoader
-from trainer.data.rng import seed_all
-from trainer.data.sampler import RankSampler
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.labs.detection.lab import Detection
+from tests.labs.gan.lab import Adversarial, Rivals
+from tests.labs.graphs.lab import Messages
+from tests.labs.recurrent import lab as recurrent
+from tests.planted.plants import GRAPHS, NET
+from tests.run import curve, far, lines, quickly, run
+from trainer import Data, Task
 
 pytestmark = pytest.mark.slow
 
 HOME = Path(__file__).parent / "labs"
-BRIEF = ("precision=fp64", "loop.steps=6", "loop.log_every=1", "loader.workers=0")
+BRIEF = ["precision=fp64", "loop.steps=6", "loop.log_every=1", "loader.workers=0"]
+MICRO = "loop.micro_batches=2"
 
 
-def train(launch: Launch, lab: str, folder: Path, *words: str) -> Any:
-    """`python -m trainer --config-dir LAB/conf experiment=LAB …` where the labs lie; the exit code, or a refusal."""
-    sys.path.insert(0, str(HOME))  # as the interpreter does with the present folder
-    try:
-        return product(launch, HOME, ["--config-dir", f"{lab}/conf", f"experiment={lab}", f"run.dir={folder}", *words])
-    except Refusal as refusal:
-        return str(refusal)
-    finally:
-        sys.path.remove(str(HOME))
+def words(lab: str, folder: Path, *others: str) -> list[str]:
+    return ["--config-dir", f"{lab}/conf", f"experiment={lab}", *BRIEF, *others, f"run.dir={folder}"]
 
 
-def train_without_dropout(*words: Any) -> Any:
-    """The same, of a network whose dropout no key reaches."""
-    with patch.object(nn.Dropout, "forward", lambda self, x: x):
-        return train(*words)
+def train(lab: str, folder: Path, *others: str, size: int = 1, code: int = 0) -> str:
+    """`python -m trainer --config-dir LAB/conf experiment=LAB …` where the labs lie."""
+    return run(words(lab, folder, *others), size, "group" if size > 1 else "here", place=HOME, code=code).out
 
 
-def same_curves(processes: Processes, lab: str, place: Path, *words: str, divided: str = "", how: Any = train) -> None:
-    """Train a lab under three strategies: in double precision they learn the same and find the same."""
-    for size, word in ((1, "single"), (2, "ddp"), (2, "fsdp")):
-        own = ["strategy.sync_bn=true", f"strategy={word}", *([divided] if divided and size > 1 else [])]
-        assert processes.run(size, how, lab, place / word, *BRIEF, *words, *own) == [0] * size
-        shutil.rmtree(place / word / "checkpoints")  # of a large network a lot
-    alone = place / "single"
-    for spread in (place / "ddp", place / "fsdp"):
+LABS: dict[str, tuple[str, str, str]] = {  # its figure, how several processes divide a batch, other words
+    "segmentation": ("mean_iou", "", ""),
+    "masked": ("accuracy", MICRO, ""),  # of unequal weight
+    "distillation": ("accuracy", MICRO, ""),
+    "contrast": ("found", "", ""),  # with micro-batches a picture would have fewer to be found among
+    "gan": ("drawn_believed", MICRO, ""),
+    "recurrent": ("loss", MICRO, ""),
+    # each micro-batch is collated by itself: lists of images, and graphs whose nodes stand one after the other
+    "detection": ("map50", MICRO, ""),
+    "graphs": ("accuracy", "loop.micro_batches=5", ""),
+    # the large network of the tutorials
+    "segmentation, fcn": ("mean_iou", "", "model=fcn optimizer=sgd loop.steps=3 loop.global_batch=4"),
+}
+
+
+@pytest.mark.parametrize("name", quickly(LABS, "masked"))
+def test_a_lab_has_one_curve(processes: object, tmp_path: Path, name: str) -> None:
+    figure, divided, more = LABS[name]
+    for size, strategy in ((1, "single"), (2, "ddp"), (2, "fsdp")):
+        own = ["strategy.sync_bn=true", f"strategy={strategy}", *(divided.split() if size > 1 else [])]
+        train(name.partition(",")[0], tmp_path / strategy, *more.split(), *own, "checkpoint.keep=1", size=size)
+    alone = tmp_path / "single"
+    assert figure in lines(alone, "eval")[-1]
+    for spread in (tmp_path / "ddp", tmp_path / "fsdp"):
         assert far(curve(spread), curve(alone)) < 1e-9
         assert curve(spread, "sample_digest") == curve(alone, "sample_digest")
         for one, other in zip(lines(spread, "eval"), lines(alone, "eval"), strict=True):
@@ -67,41 +67,20 @@ def same_curves(processes: Processes, lab: str, place: Path, *words: str, divide
             assert one == pytest.approx(other, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("lab", "figures", "divided"),
-    [
-        pytest.param("segmentation", {"mean_iou"}, "", marks=pytest.mark.long),
-        ("masked", {"accuracy"}, "loop.micro_batches=2"),  # of unequal weight
-        pytest.param("distillation", {"accuracy"}, "loop.micro_batches=2", marks=pytest.mark.long),
-        # with others a picture would have fewer to be found among
-        pytest.param("contrast", {"found"}, "", marks=pytest.mark.long),
-        pytest.param("gan", {"real_believed", "drawn_believed"}, "loop.micro_batches=2", marks=pytest.mark.long),
-        pytest.param("recurrent", {"loss"}, "loop.micro_batches=2", marks=pytest.mark.long),
-        # each micro-batch is collated by itself: lists of images, and graphs whose nodes stand one after the other
-        pytest.param("detection", {"map50"}, "loop.micro_batches=2", marks=pytest.mark.long),
-        pytest.param("graphs", {"accuracy"}, "loop.micro_batches=5", marks=pytest.mark.long),
-    ],
-)
-def test_a_lab_has_one_curve(processes: Processes, tmp_path: Path, lab: str, figures: set[str], divided: str) -> None:
-    same_curves(processes, lab, tmp_path, divided=divided)
-    assert figures < set(lines(tmp_path / "fsdp", "eval")[-1])
-
-
 # eight streams of seven windows: an epoch has seven steps, and the evaluation three batches
-STREAMS = ["data.numbers=300", "loop.global_batch=8", "loop.eval_batch=2", "loop.max_norm=null", "loop.log_every=1"]
+STREAMS = ["data.numbers=300", "loop.global_batch=8", "loop.eval_batch=2", "loop.max_norm=null"]
 STREAMS += ["schedule=constant", "optimizer=adam", "optimizer.lr=3e-3", "loop.epochs=null", "loop.eval_every=7"]
 
 
 def losses_of_a_loop_over_streams(steps: int) -> tuple[list[float], list[float]]:
     """Truncated backpropagation as people write it: the memory is detached, and zeros where an epoch begins."""
-    lab = import_module("tests.labs.recurrent.lab")
-    data = lab.Counted(300, 16, 8, 2)
-    seed_all(0)
-    reader = lab.Reader(32, 2, 8, 2).double()
+    data = recurrent.Counted(300, 16, 8, 2)
+    torch.manual_seed(0)
+    reader = recurrent.Reader(32, 2, 8, 2).double()
     optimizer = torch.optim.Adam(reader.parameters(), lr=3e-3)
     losses, evaluations = [], []
 
-    def loss_of(windows: Any, at: slice, memory: Any) -> tuple[torch.Tensor, Any]:
+    def loss_of(windows: Any, at: slice, memory: Any) -> tuple[Tensor, Any]:
         text, following = windows.text[at], windows.following[at]
         zeros = torch.zeros(len(text), 2, 2, 32, dtype=torch.float64)
         scores, memory = reader(text, zeros if memory is None else memory)
@@ -125,60 +104,116 @@ def losses_of_a_loop_over_streams(steps: int) -> tuple[list[float], list[float]]
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
-    [(1, ["single"]), pytest.param(2, ["ddp", "loop.micro_batches=2"], marks=pytest.mark.long)],
+    ("size", "own"),
+    [(1, ["strategy=single"]), pytest.param(2, ["strategy=ddp", MICRO], marks=pytest.mark.long)],
 )
 def test_a_memory_passes_from_batch_to_batch_as_in_a_loop_that_detaches_it(
-    processes: Processes, tmp_path: Path, size: int, words: list[str]
+    processes: object, tmp_path: Path, size: int, own: list[str]
 ) -> None:
     for steps in (5, 12):  # the second one goes on in the middle of an epoch
-        how = [*STREAMS, f"loop.steps={steps}", "precision=fp64", f"strategy={words[0]}", *words[1:]]
-        assert processes.run(size, train, "recurrent", tmp_path / "run", *how) == [0] * size
+        train("recurrent", tmp_path / "run", *STREAMS, *own, f"loop.steps={steps}", size=size)
     losses, evaluations = losses_of_a_loop_over_streams(12)
     assert far(curve(tmp_path / "run"), losses) < 1e-9
     found = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "eval")}
     assert far([found[7], found[12]], evaluations) < 1e-9
 
 
-def test_dropout_on_the_nodes_of_graphs_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(torch.Tensor, "relu", lambda x: dropout(relu(x), 0.5)):
-        assert train(Launch(), "graphs", tmp_path, "strategy=single", *BRIEF, "log=[console]") == 0
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "random numbers of shape" in line]
-    assert re.search(r"in or after layers\.0 .*parts of samples of different size \(and at \d+ more places\)", note)
+SEEN: list[Any] = []  # the batches of a run
 
 
-LOSSES = [
-    ("loss", "TypeError", lambda task, output, target: cross_entropy(output, target)),
-    ("loss", "AttributeError", lambda task, output, target: sum(output.values())),
-    ("loss", "TypeError: it returned that list", lambda task, output, target: output),
-    ("metrics", "AttributeError", lambda task, output, target: {"right": output.argmax(1).sum()}),
-]
+class Noted(Adversarial):
+    """The task of the lab, which keeps what it learns from."""
+
+    def forward(self, network: Any, inputs: Any, targets: Any) -> Any:
+        if torch.is_grad_enabled():
+            SEEN.append(inputs)
+        return super().forward(network, inputs, targets)
 
 
-@pytest.mark.parametrize(("method", "error", "wrong"), quickly(LOSSES, LOSSES[0]))
-def test_what_meets_lists_in_an_evaluation_is_told_what_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: str, wrong: Any
-) -> None:
-    monkeypatch.syspath_prepend(str(HOME))
-    monkeypatch.setattr(import_module("detection.lab").Detection, method, wrong)
-    said = train(Launch(), "detection", tmp_path, "strategy=single", *BRIEF, "data.size=8", "loop.eval_batch=4")
-    assert str(said).startswith(f"Detection.{method} fails in an evaluation ({error}")
-    assert "a list with a dict for each sample (boxes, scores, labels)" in said
-    assert 'return output if isinstance(output, dict) else output[0]["boxes"].new_zeros(())' in said
+def losses_of_a_loop(batches: list[Any]) -> tuple[list[float], list[float]]:
+    """The GAN as people write it: two optimizers, two backwards, both networks move at once."""
+    torch.manual_seed(0)
+    rivals = Rivals(16).double()
+    generator, discriminator = rivals.generator, rivals.discriminator
+    of_generator, of_discriminator = (
+        torch.optim.Adam(network.parameters(), lr=rate, betas=(0.5, 0.999))
+        for network, rate in ((generator, 2e-4), (discriminator, 4e-4))
+    )
+    losses = []
+    for batch in batches:
+        drawn = generator(batch["noise"])
+        of_discriminator.zero_grad()
+        unmasked = softplus(-discriminator(batch["image"])).mean() + softplus(discriminator(drawn.detach())).mean()
+        unmasked.backward()
+        gradients = [parameter.grad.clone() for parameter in discriminator.parameters() if parameter.grad is not None]
+        of_generator.zero_grad()
+        fooled = softplus(-discriminator(drawn)).mean()
+        fooled.backward()
+        of_generator.step()
+        for parameter, gradient in zip(discriminator.parameters(), gradients, strict=True):
+            parameter.grad = gradient  # without what the generator's loss has added
+        of_discriminator.step()
+        losses.append((fooled.item(), unmasked.item()))
+    return [one for one, _ in losses], [other for _, other in losses]
+
+
+def test_a_gan_learns_as_a_loop_with_two_optimizers_and_a_pipeline_takes_it(processes: object, tmp_path: Path) -> None:
+    SEEN.clear()
+    noted = ["trust=[tests]", "task._target_=tests.test_labs.Noted"]
+    train("gan", tmp_path / "alone", *noted, "strategy=single")
+    train("gan", tmp_path / "stages", "strategy=pp", MICRO, size=2)
+    by_hand = dict(zip(("generator", "discriminator"), losses_of_a_loop(SEEN[-6:]), strict=True))
+    for loss, wanted in by_hand.items():
+        assert far(curve(tmp_path / "alone", loss), wanted) < 1e-9
+        assert far(curve(tmp_path / "stages", loss), wanted) < 1e-9  # its cut lies in the generator
+
+
+class Dropped(Messages):
+    """Dropout on the nodes of graphs, which are rows of no sample."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(width, depth)
+        for layer in self.layers:
+            layer.register_forward_hook(lambda _, __, output: dropout(output, 0.5, self.training))
+
+
+def test_what_graphs_cannot_have_is_said(processes: object, tmp_path: Path) -> None:
+    own = ["trust=[tests]", "model._target_=tests.test_labs.Dropped", "log=[console]"]
+    said = " ".join(train("graphs", tmp_path / "run", *own).split())
+    assert re.search(r"in or after layers\.0 .*parts of samples of different size \(and at \d+ more places\)", said)
+    said = run([*NET, *GRAPHS, "strategy=pp", MICRO, f"run.dir={tmp_path / 'stages'}"], 2, "group", code=2).out
+    assert "the 2 micro-batches of a pipeline must have one shape, so they are cut from one batch" in said
+
+
+class ListLoss(Detection):
+    def loss(self, output: Any, target: Any) -> Any:
+        return cross_entropy(output, target)
+
+
+class ListMetrics(Detection):
+    def metrics(self, output: Any, target: Any) -> Any:
+        return {"right": output.argmax(1).sum()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        pytest.param("ListLoss", "ListLoss.loss fails in an evaluation (TypeError", marks=pytest.mark.long),
+        ("ListMetrics", "ListMetrics.metrics fails in an evaluation (AttributeError"),
+    ],
+)
+def test_what_meets_lists_in_an_evaluation_is_told_what_to_write(tmp_path: Path, wrong: str, said: str) -> None:
+    own = ["trust=[tests]", f"task._target_=tests.test_labs.{wrong}", "data.size=8", "loop.eval_batch=4"]
+    screen = train("detection", tmp_path / "run", *own, code=2)
+    assert said in screen
+    assert "a list with a dict for each sample (boxes, scores, labels)" in screen
+    assert 'return output if isinstance(output, dict) else output[0]["boxes"].new_zeros(())' in screen
 
 
 @pytest.mark.long
-def test_a_network_that_draws_its_anchors_trains_and_finds_boxes(processes: Processes, tmp_path: Path) -> None:
-    words = ["model=fasterrcnn", "strategy=ddp", "loop.micro_batches=2", "loop.steps=2"]
-    assert processes.run(2, train, "detection", tmp_path, *BRIEF, *words) == [0, 0]
-    assert {"loss_classifier", "loss_box_reg", "loss_objectness"} < set(lines(tmp_path, "train")[-1])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["fcn", "deeplab"])
-def test_the_large_networks_of_the_tutorials_have_one_curve(processes: Processes, tmp_path: Path, model: str) -> None:
-    words = [f"model={model}", "optimizer=sgd", "loop.steps=3", "loop.global_batch=4", "loop.eval_every=null"]
-    same_curves(processes, "segmentation", tmp_path, *words, how=train_without_dropout)
+def test_a_network_that_draws_its_anchors_trains_and_finds_boxes(processes: object, tmp_path: Path) -> None:
+    train("detection", tmp_path / "run", "model=fasterrcnn", "strategy=ddp", MICRO, "loop.steps=2", size=2)
+    assert {"loss_classifier", "loss_box_reg", "loss_objectness"} < set(lines(tmp_path / "run", "train")[-1])
 
 
 def test_a_lab_is_no_longer_than_a_page() -> None:
@@ -187,59 +222,21 @@ def test_a_lab_is_no_longer_than_a_page() -> None:
     assert max(lengths.values()) <= 90
 
 
-MODELS = {
-    "bert": """
-_target_: transformers.BertForSequenceClassification
-config:
-  _target_: transformers.BertConfig
-  vocab_size: 32
-  num_labels: 32
-  hidden_size: 16
-  num_hidden_layers: 2
-  num_attention_heads: 2
-  intermediate_size: 32
-  hidden_dropout_prob: 0.0
-  attention_probs_dropout_prob: 0.0
-""",
-    "hf_gpt2": """
-_target_: transformers.GPT2LMHeadModel
-config:
-  _target_: transformers.GPT2Config
-  vocab_size: 32
-  bos_token_id: 0
-  eos_token_id: 0
-  n_positions: 8
-  n_embd: 16
-  n_layer: 3
-  n_head: 2
-  resid_pdrop: 0.0
-  embd_pdrop: 0.0
-  attn_pdrop: 0.0
-  tie_word_embeddings: false
-""",
-    "own": "_target_: wordlab.lab.Reader\n",
-}
-WORDS = """
-from dataclasses import dataclass
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from trainer import Data, Task
-
-
 @dataclass
 class Answer:
     logits: Tensor
 
 
 class Reader(nn.Module):
-    def __init__(self):
+    """A network as others write it: layers of torch, a mask that its forward makes, an output with fields."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(32, 16), nn.Parameter(torch.zeros(8, 16))
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 32)
 
-    def forward(self, src):
+    def forward(self, src: Tensor) -> Answer:
         mask = nn.Transformer.generate_square_subsequent_mask(len(src[0]))
         hidden = self.embed(src) + self.places[: len(src[0])]
         for block in self.blocks:
@@ -248,165 +245,68 @@ class Reader(nn.Module):
 
 
 class Words(Data):
-    def train(self):
+    def train(self) -> Any:
         words = torch.randint(0, 32, (96, 7), generator=torch.Generator().manual_seed(0))
         return torch.utils.data.TensorDataset(words, words.sum(1) % 32)
 
-    def evaluation(self):
+    def evaluation(self) -> Any:
         return self.train()
 
 
-class Sums(Task):
-    def forward(self, network, inputs, targets):
-        logits = network(inputs).logits
-        return logits if logits.dim() == 2 else logits[:, -1]
+class Last(Task):
+    """What comes after the last word."""
 
-    def loss(self, output, target):
+    def forward(self, network: Any, inputs: Any, targets: Any) -> Any:
+        return network(inputs).logits[:, -1]
+
+    def loss(self, output: Any, target: Any) -> Any:
         return cross_entropy(output, target)
 
-    def metrics(self, output, target):
+    def metrics(self, output: Any, target: Any) -> Any:
         return {"accuracy": (output.argmax(1) == target).sum()}
-"""
 
 
-def train_words(launch: Launch, home: Path, *words: str) -> Any:
-    with patch.object(sys, "path", [str(home), *sys.path]):
-        chosen = [
-            "data=words",
-            "task=sums",
-            "schedule=constant",
-            "loop.global_batch=16",
-            "loop.micro_batches=2",
-            *BRIEF,
-        ]
-        try:
-            return product(launch, home, ["--config-dir", "wordlab/conf", *chosen, *words])
-        except Refusal as refusal:
-            return str(refusal)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a lab with networks of others lies: yaml, and a task."""
-    files = {"lab.py": WORDS, **{f"conf/model/{name}.yaml": text for name, text in MODELS.items()}}
-    files |= {"conf/data/words.yaml": "_target_: wordlab.lab.Words\n"}
-    files |= {"conf/task/sums.yaml": "_target_: wordlab.lab.Sums\n"}
-    place = tmp_path_factory.mktemp("home")
-    for name, text in files.items():
-        (place / "wordlab" / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / "wordlab" / name).write_text(text)
-    return place
+OTHERS = [*NET, *BRIEF, "~model.kind", "data._target_=tests.test_labs.Words", "task._target_=tests.test_labs.Last"]
+OTHERS += ["loop.global_batch=16", MICRO, "schedule=constant"]
+GPT2 = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 3, "n_head": 2, "bos_token_id": 0}
+GPT2 |= {"eos_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+NETWORKS = {
+    "own": ["model._target_=tests.test_labs.Reader"],
+    "gpt2": [
+        "trust=[tests,transformers]",
+        "model._target_=transformers.GPT2LMHeadModel",
+        "+model.config._target_=transformers.GPT2Config",
+        *(f"+model.config.{key}={value}" for key, value in GPT2.items()),
+    ],
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "spread"),
-    quickly(
-        [("own", ["pp", "ddp_pp"]), ("bert", ["ddp", "fsdp", "pp", "ddp_pp"]), ("hf_gpt2", ["pp", "ddp_pp"])],
-        ("own", ["pp", "ddp_pp"]),
-    ),
-)
-def test_a_network_of_others_is_yaml_and_a_task(
-    processes: Processes, home: Path, model: str, spread: list[str]
-) -> None:
-    if model != "own":
+@pytest.mark.parametrize("model", NETWORKS)
+def test_a_network_of_others_is_words_and_a_task(processes: object, tmp_path: Path, model: str) -> None:
+    if model == "gpt2":
         pytest.importorskip("transformers", reason="the extra bench brings it")
+    tied = "+model.config.tie_word_embeddings="
 
-    def trained(size: int, word: str, place: Path, *words: str) -> Path:
-        chosen = [f"model={model}", f"strategy={word}", f"run.dir={place}", *words]
-        assert processes.run(size, train_words, home, *chosen) == [0] * size
-        return place
+    def trained(strategy: str, size: int, *more: str) -> Path:
+        untied = [f"{tied}false"] * (model == "gpt2")
+        chosen = [*OTHERS, *NETWORKS[model], *untied, f"strategy={strategy}", f"run.dir={tmp_path / strategy}", *more]
+        run(chosen, size, "group" if size > 1 else "here")
+        return tmp_path / strategy
 
-    alone = trained(1, "single", home / model / "single")
-    for word in spread:
-        spread_run = trained(4 if word == "ddp_pp" else 2, word, home / model / word)
-        assert far(curve(spread_run), curve(alone)) < 1e-9
-        assert lines(spread_run, "eval")[-1]["accuracy"] == lines(alone, "eval")[-1]["accuracy"]
+    alone = trained("single", 1)
+    for size, strategy in ((2, "pp"), (4, "ddp_pp")):
+        spread = trained(strategy, size)
+        assert far(curve(spread), curve(alone)) < 1e-9
+        assert lines(spread, "eval")[-1]["accuracy"] == lines(alone, "eval")[-1]["accuracy"]
     # a checkpoint serves all strategies: a pipeline's goes on in one process, and the other way round
-    for size, word, before in ((1, "single", "pp"), (2, "pp", "single")):
-        trained(size, word, home / model / before, "loop.steps=9")
-    assert far(curve(home / model / "pp"), curve(alone)) < 1e-9
+    trained("single", 1, "loop.steps=9", f"run.dir={tmp_path / 'pp'}")
+    trained("pp", 2, "loop.steps=9", f"run.dir={tmp_path / 'single'}")
+    assert far(curve(tmp_path / "pp"), curve(alone)) < 1e-9
     assert len(curve(alone)) == 9
-
-
-@pytest.mark.long
-def test_tied_embeddings_are_refused_with_the_key_that_unties_them(processes: Processes, home: Path) -> None:
-    pytest.importorskip("transformers", reason="the extra bench brings it")
-    words = ["model=hf_gpt2", "model.config.tie_word_embeddings=true", "strategy=pp", f"run.dir={home / 'tied'}"]
-    for said in processes.run(2, train_words, home, *words):
+    if model == "gpt2":
+        refused = [*OTHERS, *NETWORKS[model], f"{tied}true", "strategy=pp", f"run.dir={tmp_path / 'tied'}"]
+        said = run(refused, 2, "group", code=2).out
         assert "transformer.wte.weight and lm_head.weight are one parameter" in said
         assert "tie_word_embeddings: false" in said
-    assert not (home / "tied").exists()  # before there was a group
-
-
-class Taught(Net):
-    """A network with a frozen one beside it that takes part in every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = Net().requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.teacher(x)
-
-
-def traffic(launch: Launch, strategy: str, frozen: bool) -> list[tuple[str, int]]:
-    NETWORKS["taught"] = Taught
-    return collectives_of_a_step(launch, Case(strategy, network="taught" if frozen else "net"))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.long)])
-def test_nothing_travels_for_what_is_frozen(processes: Processes, strategy: str) -> None:
-    alone, beside = (processes.run(2, traffic, strategy, frozen) for frozen in (False, True))
-    assert beside == alone
-
-
-def losses_of_a_loop(width: int, steps: int) -> list[tuple[float, float]]:
-    """The GAN as people write it: two optimizers, two backwards, both networks move at once."""
-    lab = import_module("tests.labs.gan.lab")
-    data = lab.Drawings(Augment(mean=(0.5,), std=(0.5,), full_scale=16.0))
-    seed_all(0)
-    rivals = lab.Rivals(width).double()
-    generator, discriminator = rivals.generator, rivals.discriminator
-    of_generator, of_discriminator = (
-        torch.optim.Adam(network.parameters(), lr=rate, betas=(0.5, 0.999))
-        for network, rate in ((generator, 2e-4), (discriminator, 4e-4))
-    )
-    stream = TrainLoader(data, data.train(), RankSampler(0, 1, torch.device("cpu"), 0), 128, 1, LoaderOptions())
-    losses = []
-    for (batch,), _ in zip(stream.epoch(0), range(steps), strict=False):
-        image, noise = batch.inputs["image"].double(), batch.inputs["noise"].double()
-        drawn = generator(noise)
-
-        of_discriminator.zero_grad()
-        unmasked = softplus(-discriminator(image)).mean() + softplus(discriminator(drawn.detach())).mean()
-        unmasked.backward()
-        gradients = [parameter.grad.clone() for parameter in discriminator.parameters()]
-
-        of_generator.zero_grad()
-        fooled = softplus(-discriminator(drawn)).mean()
-        fooled.backward()
-
-        of_generator.step()
-        for parameter, gradient in zip(discriminator.parameters(), gradients, strict=True):
-            parameter.grad = gradient  # without what the generator's loss has added
-        of_discriminator.step()
-        losses.append((fooled.item(), unmasked.item()))
-    return losses
-
-
-def test_a_gan_learns_what_a_loop_with_two_backwards_does(tmp_path: Path) -> None:
-    assert train(Launch(), "gan", tmp_path / "run", "strategy=single", *BRIEF) == 0
-    ours = zip(curve(tmp_path / "run", "generator"), curve(tmp_path / "run", "discriminator"), strict=True)
-    theirs = losses_of_a_loop(width=16, steps=6)
-    for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(other, abs=1e-9)
-
-
-def test_a_pipeline_trains_a_gan_as_one_process_does(processes: Processes, tmp_path: Path) -> None:
-    """Its cut lies in the generator: the discriminator is called several times."""
-    assert train(Launch(), "gan", tmp_path / "alone", "strategy=single", *BRIEF) == 0
-    words = ["strategy=pp", "loop.micro_batches=2", *BRIEF]
-    assert processes.run(2, train, "gan", tmp_path / "stages", *words) == [0, 0]
-    for loss in ("generator", "discriminator"):
-        assert far(curve(tmp_path / "alone", loss), curve(tmp_path / "stages", loss)) < 1e-12
+        assert not (tmp_path / "tied").exists()  # before there was a group

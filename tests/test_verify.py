@@ -1,206 +1,161 @@
-"""`job=verify`: does a strategy train as one process does? What does not is found, and the first thing named."""
+"""`job=verify`: what trains as one process does is the same; of what does not, the first thing is found and named."""
 
 from __future__ import annotations
 
+import json
 import re
+from itertools import count
 from pathlib import Path
-from pkgutil import resolve_name
-from xml.etree import ElementTree
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from tests.commands import TRANSFORMER, finish, single
-from tests.planted import PLANTS
-from tests.planted.plant import NET, write_lab
-from tests.planted.proofs import said_of, verdict, verified
-from tests.processes import Processes
-from tests.quick import quickly
-from trainer.verify.comparison import TOLERANCES, compare
-from trainer.verify.job import is_on_purpose
-from trainer.verify.loss_plot import plot_curves
-from trainer.verify.training_record import Key, Phase, TrainingRecord, sketch_rows
-from trainer.verify.verdict import (
-    DIVIDED,
-    PROCESSES_VISIBLE,
-    RECREATED,
-    REPEATED,
-    ExperimentResults,
-    FirstDifference,
-    RunFacts,
-    explain_cause,
-)
+import trainer
+from tests.planted.plants import GPT, GRAPHS, MICRO, NET, PLANTS, RIGHT, ROWS
+from tests.run import TRANSFORMER, quickly, run
+from trainer import Refusal
 
 pytestmark = pytest.mark.slow
+
+UNITS = "strategy.activation_checkpointing=units"
+_runs = count()
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the yaml files of the planted mistakes lie, and the references."""
-    place = tmp_path_factory.mktemp("planted")
-    write_lab(place)
-    return place
+    """Where references lie, one for all that have its words."""
+    return tmp_path_factory.mktemp("verify")
 
 
-def test_every_phase_has_words_for_every_cause() -> None:
-    phases = {value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str)}
-    assert len(phases) == 12
-    here = RunFacts(2, 2, planned=True, native=False, kinds={})
-    for phase in phases:
-        first = FirstDifference(1, phase, "name", 1.0, 2.0, (0,), 1, True)
-        for name in (RECREATED, REPEATED, PROCESSES_VISIBLE, DIVIDED):
-            assert explain_cause(first, here, ExperimentResults({name: True})).startswith("the ")
-        assert explain_cause(first, here, ExperimentResults({DIVIDED: False})).startswith("the strategy, or the plan")
-
-
-@pytest.mark.parametrize("losses", [[2.0], [float("nan"), 1.0], [-3e7, 2e9], [0.0, 0.0], [2.3, float("inf"), 1e-9]])
-def test_any_curve_can_be_drawn(losses: list[float]) -> None:
-    drawn = plot_curves(
-        "<loss>", "a & b" * 50, {"one": losses, "<two>": [loss + 1e-8 for loss in losses]}, 1, floor=1e-7
-    )
-    assert len(drawn) < 10_000
-    ElementTree.fromstring(drawn)
-
-
-def test_no_floor_excuses_a_mistake() -> None:
-    one, other = TrainingRecord(), TrainingRecord()
-    for record, loss in ((one, 1.0), (other, 1.00001)):
-        record.add(Key(1, Phase.LOSS, "loss"), [0], sketch_rows(torch.tensor([[loss]])))
-        record.floors[Key(1, Phase.LOSS, "loss")] = float("inf")
-    assert compare(one, other, TOLERANCES["fp64"]).differences
-    assert not compare(one, one, TOLERANCES["fp64"]).differences
-
-
-def test_what_is_infinite_is_equal_where_it_is_and_hides_no_other_number() -> None:
-    inf, nan = float("inf"), float("nan")
-    held = [0.0, -inf, -inf, 1.0, nan, inf]
-    for numbers in (held, [0.0, -inf, inf, 1.0, nan, inf], [-inf, 0.0, -inf, 1.0, nan, inf], [nan, 0, 0, 0, 0, 0]):
-        records = TrainingRecord(), TrainingRecord()
-        for record, values in zip(records, (held, numbers), strict=True):
-            record.add(Key(0, Phase.INITIAL, "mask"), [0], sketch_rows(torch.tensor([values])))
-        assert bool(compare(*records, TOLERANCES["fp64"]).differences) == (numbers is not held)
-    one, other = TrainingRecord(), TrainingRecord()
-    for record, last in ((one, 1.0), (other, 1.0001)):
-        record.add(Key(0, Phase.INITIAL, "mask"), [0], sketch_rows(torch.tensor([[-inf, -inf, last]])))
-    (difference,) = compare(one, other, TOLERANCES["fp64"]).differences
-    assert 0.9e-4 < difference.gap < 1.1e-4
-
-
-def test_what_a_planted_mistake_changes_is_there() -> None:
-    """A name that has become another one would be noticed in a long test alone."""
-    for plant in PLANTS.values():
-        for name in plant.changes:
-            resolve_name(name)
-
-
-SPREAD = [
-    (1, "single", ["loop.micro_batches=3"]),
-    (2, "ddp", ["loop.micro_batches=2", "loop.max_norm=0.1"]),
-    (2, "zero1", []),
-    (2, "fsdp", ["strategy.activation_checkpointing=units"]),
-    (2, "tp", []),
-    (2, "pp", ["loop.micro_batches=2"]),
-    (4, "fsdp_tp", []),
-    (4, "ddp_pp", ["loop.micro_batches=2"]),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("size", "strategy", "own"), SPREAD)
-def test_a_transformer_trains_the_same_everywhere(
-    processes: Processes, home: Path, size: int, strategy: str, own: list[str]
-) -> None:
-    words = [*TRANSFORMER, "loop.global_batch=24"]
-    words += [word for word in own if "max_norm" in word]
-    said = verdict(processes, home, size, words, [f"strategy={strategy}", *own])
-    assert said.startswith(f"SAME: {strategy} on {size}, 3 steps, fp64 gap ")
-    assert float(said.split("gap ")[1].split(";")[0]) < 1e-10
-
-
-IMAGES = [
-    "data=synthetic_images",
-    "data.size=48",
-    "data.image_size=32",
-    "loop.global_batch=8",
-    "strategy.sync_bn=true",
-]
-ZOO = ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0")
-PEOPLES = {
-    "mlp": ["model=mlp", "model.width=32", "loop.global_batch=24"],
-    "cnn": ["model=cnn", "loop.global_batch=24"],
-    "vit_tiny": [*TRANSFORMER, "model.dropout=0.1", "loop.global_batch=24"],
-    "gpt_nano": ["data=synthetic_tokens", "data.length=16", "task=language", "model=gpt_nano", "loop.global_batch=8"],
-    **{name: ["model=torchvision", f"model.name={name}", *IMAGES] for name in ZOO},
-}
-EVERYWHERE = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp"), (4, "hsdp")]
-PLANNED = [(2, "tp"), (4, "ddp_tp"), (4, "fsdp_tp"), (2, "pp"), (4, "ddp_pp"), (4, "fsdp_pp")]
-
-
-def test_a_difference_before_the_first_gradient_is_on_nobodys_purpose() -> None:
-    def first(step: int, phase: str) -> FirstDifference:
-        return FirstDifference(step, phase, "name", 1.0, 2.0, (0,), 1, False)
-
-    assert not any(is_on_purpose(first(1, phase), True) for phase in (Phase.INITIAL, Phase.DATA, Phase.FORWARD))
-    assert is_on_purpose(first(1, Phase.GRADIENT), True)
-    assert is_on_purpose(first(2, Phase.FORWARD), True)
-    assert not is_on_purpose(first(1, Phase.GRADIENT), False)
-    assert not is_on_purpose(None, True)
-
-
-@pytest.mark.long(one_in=30)  # up to eleven proofs each
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("network", PEOPLES)
-def test_there_is_no_false_alarm(processes: Processes, home: Path, network: str, precision: str) -> None:
-    words = [*PEOPLES[network], f"precision={precision}"]
-    planned = network in ("vit_tiny", "gpt_nano")
-    for size, strategy in [*EVERYWHERE, *(PLANNED if planned else ())]:
-        own = [f"strategy={strategy}", *(["loop.micro_batches=2"] if "pp" in strategy else [])]
-        said = verdict(processes, home, size, words, own)
-        assert said.startswith(f"SAME: {strategy} on {size}"), said
-
-
-LISTS = ["model=of_rows", "task=of_dicts"]
-
-
-QUICK = ("counts", "summed_at_owner", "own_rank_in_turn")
-
-
-@pytest.mark.parametrize("mistake", quickly(PLANTS, *QUICK))
-def test_a_planted_mistake_is_found_where_it_is_and_no_cause_is_false(
-    processes: Processes, home: Path, mistake: str
-) -> None:
-    plant, said = PLANTS[mistake], said_of(processes, home, mistake)
-    assert said.startswith(tuple(f"DIFFERS {where}" for where in plant.found)), said
-    cause = said.partition("\n")[0].partition("cause: ")[2]
-    # in the precision of the run alone nothing is tried, and none is named
-    assert not cause or cause.startswith((*plant.true, "not known")), said
-    assert plant.why in cause, said
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("own", [[], ["strategy.activation_checkpointing=units", "loop.micro_batches=2"]])
-def test_ranks_that_gather_different_layers_are_told_so_before_they_do(
-    processes: Processes, home: Path, own: list[str]
-) -> None:
-    words, file = [*NET, "+model.kind=chosen_layer"], home / "chosen_layer.safetensors"
+def verdict(home: Path, words: list[str], own: list[str], size: int = 2, code: int = 0) -> str:
+    """What the ranks say of these words with their own ones (strategy, micro-batches), after the reference was made."""
+    file = home / f"{abs(hash(tuple(words)))}.safetensors"
     if not file.exists():
-        assert processes.run(1, verified, home, [*words, f"run.dir={file}.run", f"job.record={file}"]) == [(0, "")]
-    words += ["strategy=fsdp", *own, f"run.dir={home / 'chosen_layer'}", f"job.reference={file}"]
-    (said, _), other = processes.run(2, verified, home, words)
-    assert other == (said, "")
+        run([*words, "job=verify", f"job.record={file}", f"run.dir={file}.run"])
+    folder = home / f"run-{next(_runs)}"
+    chosen = [*words, *own, "job=verify", f"job.reference={file}", f"run.dir={folder}"]
+    said = run(chosen, size, "group", code=code).out
+    assert json.loads((folder / "verify/verify.json").read_text())["same"] == (code == 0)
+    assert not (folder / "verify/trial").exists()
+    return said
+
+
+@pytest.mark.parametrize("name", quickly(PLANTS, "own_rank", "summed"))
+def test_a_mistake_is_found_where_it_is_and_its_cause_is_named(processes: object, home: Path, name: str) -> None:
+    plant = PLANTS[name]
+    exact = [] if any(word.startswith("precision=") for word in plant.words) else ["precision=fp64"]
+    said = verdict(home, [*exact, *plant.words], plant.own, plant.size, code=1)
+    assert re.search(f"^DIFFERS {re.escape(plant.found)}", said, re.MULTILINE), said
+    assert plant.cause in said, said
+    if any("strategies." in word for word in plant.own) and "cause: not known" not in said:
+        assert RIGHT in said, said  # whatever the network and its data are
+
+
+IMAGES = ["model=torchvision", "model.name=resnet18", "data=synthetic_images", "data.size=48", "data.image_size=32"]
+LISTED = [*NET, *ROWS, "data._target_=tests.planted.users.Listed"]
+# what is right: in which precision, and in which placements (processes, words)
+HEALTHY: dict[str, tuple[list[str], list[tuple[int, str]]]] = {
+    "transformer": (
+        [*TRANSFORMER, "model.dropout=0.1", "loop.global_batch=24", "loop.max_norm=0.1"],
+        [
+            (1, "strategy=single loop.micro_batches=3"),
+            (2, f"strategy=fsdp {UNITS}"),
+            (2, "strategy=tp"),
+            (2, f"strategy=pp strategy.schedule=Interleaved1F1B {MICRO}"),
+            (4, "strategy=fsdp_tp"),
+        ],
+    ),
+    "decoder": ([*GPT, "precision=bf16"], [(2, "strategy=cp"), (4, f"strategy=ddp_pp {MICRO}")]),
+    "images": (
+        [*IMAGES, "loop.global_batch=8", "strategy.sync_bn=true"],
+        [(2, "strategy=ddp"), (4, "strategy=hsdp")],
+    ),
+    "odd": (
+        [*NET, "model.kind=odd", "precision=fp64"],
+        [(2, "strategy=fsdp"), (2, f"strategy=pp {MICRO}"), (2, f"strategy=ddp {UNITS}")],
+    ),
+    "listed": ([*LISTED, "precision=fp16"], [(2, f"strategy=ddp {MICRO}"), (2, "strategy=zero1")]),
+    "graphs": ([*NET, *GRAPHS, "precision=fp32"], [(2, "strategy=ddp")]),
+    "spare": (
+        [*NET, "model.kind=spare", "precision=fp32"],
+        [(2, "strategy=zero1"), (2, "strategy=fsdp"), (2, "strategy=ddp strategy.find_unused_parameters=true")],
+    ),
+    "momentum": ([*NET, "model.kind=momentum"], [(2, f"strategy=pp {MICRO}"), (2, "strategy=ddp")]),
+}
+
+
+@pytest.mark.parametrize("name", quickly(HEALTHY, "graphs"))
+def test_there_is_no_false_alarm(processes: object, home: Path, name: str) -> None:
+    words, places = HEALTHY[name]
+    for size, own in places:
+        strategy = own.split()[0].removeprefix("strategy=")
+        said = verdict(home, words, own.split(), size)
+        assert re.search(f"^SAME: {strategy} on {size}, 3 steps, ", said, re.MULTILINE), said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["narrow", "complex"])
+def test_what_cannot_compute_in_fp64_is_compared_in_fp32(processes: object, home: Path, kind: str) -> None:
+    said = verdict(home, [*NET, f"model.kind={kind}", "precision=fp32"], ["strategy=fsdp"])
+    assert re.search("^SAME: fsdp on 2, 3 steps, fp32 gap ", said, re.MULTILINE), said
+    assert "note        it does not compute in fp64 (" in said
+
+
+@pytest.mark.long
+def test_a_key_that_makes_gradients_narrow_is_tried_and_named(processes: object, home: Path) -> None:
+    said = verdict(home, [*NET, "precision=fp32"], ["strategy=ddp", "strategy.compress=bf16"], code=1)
+    assert "DIFFERS in its precision alone: ddp on 2, fp64 gap " in said
+    assert "cause: strategy.compress=bf16, which is narrower than precision=fp32; without it the strategy" in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("own", [[], [UNITS, MICRO]])
+def test_ranks_that_gather_different_layers_are_told_so_before_they_do(
+    processes: object, home: Path, own: list[str]
+) -> None:
+    words, file = [*NET, "model.kind=chosen_layer", "job=verify"], home / "chosen_layer.safetensors"
+    run([*words, f"job.record={file}", f"run.dir={file}.run"])
+    words += ["strategy=fsdp", *own, f"job.reference={file}", f"run.dir={home / f'chosen-{len(own)}'}"]
+    said = run(words, 2, "group", code=1).out
     assert re.search(r"DIFFERS at step 1, forward, (middle\.layers\.\d): what is called is \1 on rank 0", said), said
     assert "a choice of layers by a rank's own samples" in said
 
 
-@pytest.mark.parametrize(("steps", "counted"), quickly([(1, "1 step"), (2, "2 steps")], (2, "2 steps")))
-def test_without_a_mistake_nothing_is_found(processes: Processes, home: Path, steps: int, counted: str) -> None:
-    words = [*NET, "loop.epochs=null", f"loop.steps={steps}"]  # of three that are asked for
-    assert verdict(processes, home, 2, words, ["strategy=fsdp"]).startswith(f"SAME: fsdp on 2, {counted}, ")
+def test_from_python_a_difference_is_raised_and_a_run_in_the_folder_stays_as_it_is(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    words = [*NET, "device=cpu", "log=[]", "run.dir=asked", "loop.micro_batches=3"]
+    assert trainer.run([*words, "loop.epochs=null", "loop.steps=1"]).metrics
+    asked = [*words, "job=verify", "model.kind=centred", "loop.epochs=null", "loop.steps=2"]
+    trainer.run([*asked, "job.record=python.safetensors"])
+    with pytest.raises(RuntimeError, match=r"^DIFFERS at step 1, forward, middle"):
+        trainer.run([*asked, "job.reference=python.safetensors"])
+    others = ["optimizer.lr=0.5", "job.batch=6", "strategy=ddp", "precision=bf16", "loop.micro_batches=1"]
+    said = r"made with other words \(optimizer\.lr: 0\.001 → 0\.5, job\.batch: 24 → 6\): give"
+    with pytest.raises(Refusal, match=said):
+        trainer.run([*asked, "job.reference=python.safetensors", *others])
+    assert {path.name for path in (home / "asked").iterdir()} > {"verify", "checkpoints", "metrics.jsonl"}
 
 
+def test_what_cannot_be_proved_is_refused(home: Path) -> None:
+    text, weights = home / "text.safetensors", home / "weights.safetensors"
+    text.write_text("a note")
+    save_file({"weight": torch.zeros(2)}, weights)
+    refused = {
+        f"job.reference={text}": "is no reference, or an older version has written it; job.record=",
+        f"job.reference={weights}": "is no reference, or an older version has written it; job.record=",
+        "data._target_=tests.planted.users.GlobalOrder": "GlobalOrder.order(0) is another one when it is asked for",
+        "model.kind=complex precision=fp64": "precision=fp64: middle.weight is complex, ",
+    }
+    for word, said in refused.items():
+        assert said in run([*NET, "job=verify", *word.split(), f"run.dir={home / 'refused'}"], code=2).out
+
+
+@pytest.mark.long
 def test_the_command_makes_its_own_reference(tmp_path: Path) -> None:
-    words = ["model=mlp", "model.width=16", "model.depth=1", "loop.global_batch=16", "device=cpu", "run.dir=run"]
-    launch = ["processes=2", "job=verify", "strategy=fsdp", *words]
-    said = finish(single(*launch), tmp_path)
+    words = ["model=mlp", "model.width=16", "model.depth=1", "loop.global_batch=16", "run.dir=run", "strategy=fsdp"]
+    said = run([*words, "job=verify", "device=cpu"], 2, "process", place=tmp_path).out
     assert "SAME: fsdp on 2, 3 steps, fp64 gap" in said
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"verify"}

@@ -1,10 +1,9 @@
-"""Networks with a mistake each, as users make them: right in one process, wrong in several or with micro-batches."""
+"""A network whose middle layer is of any kind: some are wrong in several processes, the others right everywhere."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -12,8 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from tests.planted.kinds import COUNTING, RIGHT
+from torch.nn.utils import parametrizations
 
 WIDTH, CLASSES = 12, 4
 
@@ -23,16 +21,41 @@ def rank() -> int:
 
 
 class Net(nn.Module):
-    """Right everywhere: what the others are but for one thing. `middle` is where they put it."""
+    """Right everywhere, but for its middle."""
 
-    def __init__(self, middle: nn.Module | None = None) -> None:
+    def __init__(self, kind: str = "linear") -> None:
         super().__init__()
         self.embed, self.norm = nn.Linear(WIDTH, 16), nn.LayerNorm(16)
-        self.middle = middle or nn.Linear(16, 16)
-        self.head = nn.Linear(16, CLASSES)
+        self.middle, self.head = KINDS[kind](16, 16), nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.gelu(self.middle(self.norm(self.embed(x)))))
+
+
+class OfPadded(Net):
+    """The mean over the rows of a sample, padded ones among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
+
+
+class OfRows(Net):
+    """The mean of what it computes of each row of a sample, of a list of samples."""
+
+    def forward(self, x: Any) -> Tensor:
+        return torch.stack([super(OfRows, self).forward(rows).mean(0) for rows in x["rows"]])
+
+
+class OfNodes(Net):
+    """What each node hears of another one, and the mean of each graph."""
+
+    def forward(self, graph: Any) -> Tensor:
+        source, target = graph["edges"]
+        y = super().forward(graph["x"] + torch.zeros_like(graph["x"]).index_add(0, target, graph["x"][source]))
+        return y.new_zeros(len(graph["first"]), CLASSES).index_add(0, graph["owner"], y)
+
+
+# --- layers with a mistake each ---
 
 
 class OwnRank(nn.Linear):
@@ -42,45 +65,12 @@ class OwnRank(nn.Linear):
         return super().forward(x) * (1 + 1e-4 * rank())
 
 
-class OwnBuffer(nn.Linear):
-    """It keeps the mean of what it has seen, each rank of its own samples."""
+class OwnSeed(nn.Linear):
+    """It begins with numbers that no seed reaches."""
 
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(inside, outside)
-        self.mean: Tensor
-        self.register_buffer("mean", torch.zeros(inside))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x - self.mean)
-        if self.training:
-            self.mean.lerp_(x.detach().mean(0), 0.1)
-        return y
-
-
-class OwnField(nn.Linear):
-    """The same in a field that is no buffer, as a cache or a center is kept."""
-
-    mean: Tensor | float = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x - self.mean)
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return y
-
-
-class Mixed(nn.Linear):
-    """It mixes each sample with another one of its micro-batch, as a mixup in the forward does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(0.7 * x + 0.3 * x[torch.randperm(len(x))])
-
-
-class OwnEps(nn.LayerNorm):
-    """A norm with another epsilon on one rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3 if rank() else self.eps)
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.2, generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
+        nn.init.zeros_(self.bias)
 
 
 class PythonRandom(nn.Linear):
@@ -88,13 +78,6 @@ class PythonRandom(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + 1e-3 * x.new_tensor([random.random() for _ in x])[:, None])
-
-
-class NumpyRandom(nn.Linear):
-    """The same from NumPy's, as masks of spectrograms are drawn."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + 1e-3 * x.new_tensor(numpy.random.rand(len(x), 1)))
 
 
 class OwnGenerator(nn.Linear):
@@ -109,8 +92,8 @@ class OwnGenerator(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * drawn)
 
 
-class NativeDrop(nn.Linear):
-    """Dropout that is no module."""
+class Drop(nn.Linear):
+    """Dropout that is no module; with torch's own numbers it is wrong."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.1, self.training)
@@ -124,29 +107,12 @@ class DrawnInTurn(nn.Linear):
         return super().forward(x) * (1 + 0.1 * x.new_tensor(drawn)[:, None])
 
 
-class Views(nn.Linear):
-    """Dropout of two views of a batch, one behind the other: (2 · B, …), as siamese networks have it. It is right."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        one, other = F.dropout(torch.cat([y, -y]), 0.1, self.training).chunk(2)
-        return one - 0.5 * other
-
-
 class Centred(nn.Linear):
     """It subtracts the mean of the samples that are there."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y - y.mean(0)
-
-
-class Chosen(nn.Linear):
-    """It chooses by its own samples what it computes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if bool(x[0, 0] > x[:2][-1, 0]) else 1.01 * y
 
 
 class ChosenLayer(nn.Module):
@@ -181,20 +147,31 @@ class OwnBackward(nn.Linear):
         return _Even.apply(super().forward(x))
 
 
-class OwnHook(nn.Linear):
-    """A hook that changes a gradient on one rank."""
+class OwnBuffer(nn.Linear):
+    """It keeps the mean of what it has seen, each rank of its own samples."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__(inside, outside)
-        self.weight.register_hook(lambda gradient: gradient * (1 + 1e-3 * rank()))
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(inside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x - self.mean)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return y
 
 
-class OwnSeed(nn.Linear):
-    """It begins with numbers that no seed reaches."""
+class OwnField(nn.Linear):
+    """The same in a field that is no buffer, as a cache or a centre is kept."""
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.2, generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
-        nn.init.zeros_(self.bias)
+    mean: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x - self.mean)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return y
 
 
 class Unsaved(nn.Linear):
@@ -211,8 +188,62 @@ class Unsaved(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * self.seen)
 
 
+class Calls(nn.Linear):
+    """It counts its calls, of which a step has as many as micro-batches."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) * (1 + 1e-3 * self.calls)
+
+
+class Adapted(nn.Linear):
+    """It counts the samples of evaluations, of which each rank has others."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 0 if self.training else len(x)
+        return super().forward(x) * (1 + 1e-3 * self.seen)
+
+
+class NeedsOthers(nn.Linear):
+    """It asks for its rank, and once it has seen other processes it cannot do without them."""
+
+    seen = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if NeedsOthers.seen and not dist.is_initialized():
+            raise ValueError("a planted error")
+        NeedsOthers.seen |= dist.is_initialized()
+        return super().forward(x) * (1 + 1e-3 * rank())
+
+
+# --- layers that are right everywhere ---
+
+
+class Narrow(nn.Linear):
+    """It makes a tensor of one precision, as if there were no other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.zeros(y.shape, dtype=torch.float32).index_add(0, torch.arange(len(y)), y)
+
+
+class Complex(nn.Module):
+    """A complex weight."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outside, inside, dtype=torch.complex64) / inside**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight).abs()
+
+
 class Versioned(nn.Linear):
-    """It asks what it loads which version of it that is, as torchvision's MNASNet does. This is right everywhere."""
+    """It asks what it loads which version of it that is, as torchvision's MNASNet does."""
 
     _version = 2
 
@@ -223,7 +254,7 @@ class Versioned(nn.Linear):
 
 
 class Masked(nn.Linear):
-    """It keeps a mask of -inf, as a causal attention does. This is right everywhere."""
+    """It keeps a mask of -inf, as a causal attention does."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__(inside, outside)
@@ -235,87 +266,109 @@ class Masked(nn.Linear):
         return y + (y[:, :, None] * y[:, None] + self.mask).softmax(-1).sum(1)
 
 
-class Narrow(nn.Linear):
-    """It makes a tensor of one precision, as if there were no other. In that one it is right everywhere."""
+class Packed(nn.Module):
+    """An LSTM over packed sequences of three or all numbers of a sample."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(1, outside, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return torch.zeros(y.shape, dtype=torch.float32).index_add(0, torch.arange(len(y)), y)
+        lengths = torch.where(x[:, 0] > 0, 3, x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False)
+        return self.cells(packed)[1][0][0]
 
 
-class NarrowRank(Narrow):
-    """The same, and it asks which rank it is."""
+class Empty(nn.Linear):
+    """A parameter and a buffer without numbers."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.nothing = nn.Parameter(torch.zeros(0, inside))
+        self.register_buffer("none", torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + 1e-3 * rank())
+        return super().forward(x) + self.nothing.sum()
+
+
+class Spare(nn.Linear):
+    """A layer beside it that no sample uses."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.spare = nn.Linear(inside, outside)
+
+
+class Momentum(nn.Linear):
+    """A second layer that does not learn, and in each forward follows this one, as MoCo's encoder of keys."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__(inside, outside)
+        self.keys = nn.Linear(inside, outside).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.keys.weight.lerp_(self.weight, 0.01)
+        return super().forward(x) + self.keys(x)
 
 
 class LowRank(nn.Linear):
-    """A layer with a LoRA beside it: the first gradient of what goes down is exactly 0."""
+    """A layer with a LoRA beside it, whose first gradient is 0; in evaluation mode it is added to the weight."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__(inside, outside)
         self.down, self.up = nn.Linear(inside, 2, bias=False), nn.Linear(2, outside, bias=False)
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.up(self.down(x))
-
-
-class Places(nn.Linear):
-    """It keeps a buffer of large numbers, which nothing changes."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(inside, outside)
-        self.register_buffer("places", torch.arange(200000.0))
-
-
-class Experts(nn.Module):
-    """Two experts, of which each sample is sent to one. This is right everywhere."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(inside, outside) for _ in range(2))
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> LowRank:
+        if mode != self.training:
+            self.weight.add_(self.up.weight @ self.down.weight, alpha=-1 if mode else 1)
+        return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = (expert(x) for expert in self.experts)
-        return torch.where(x[:, :1] > 0, first, second)
+        return super().forward(x) + (self.up(self.down(x)) if self.training else 0)
 
 
-KINDS: dict[str, Callable[[int, int], nn.Module]] = {
-    **RIGHT,
-    **COUNTING,
+def _odd(inside: int, outside: int) -> nn.Module:
+    """Much that is out of the ordinary, one behind the other."""
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    return nn.Sequential(
+        nn.Sequential(nn.Dropout(0.2, inplace=True), Versioned(inside, inside)),  # it changes what it is given
+        Masked(inside, inside),
+        Empty(inside, inside),
+        Packed(inside, inside),
+        nn.Unflatten(1, (4, inside // 4)),
+        norm,
+        nn.Flatten(),
+        parametrizations.orthogonal(nn.Linear(inside, outside)),
+    )
+
+
+KINDS: dict[str, Any] = {
+    "linear": nn.Linear,
     "own_rank": OwnRank,
-    "own_buffer": OwnBuffer,
-    "own_field": OwnField,
-    "mixed": Mixed,
+    "own_seed": OwnSeed,
     "python_random": PythonRandom,
-    "numpy_random": NumpyRandom,
     "own_generator": OwnGenerator,
-    "native_drop": NativeDrop,
+    "drop": Drop,
     "drawn_in_turn": DrawnInTurn,
-    "views": Views,
     "centred": Centred,
-    "chosen": Chosen,
+    "batch_norm": lambda inside, _: nn.BatchNorm1d(inside),
     "chosen_layer": ChosenLayer,
     "own_backward": OwnBackward,
-    "own_hook": OwnHook,
-    "own_seed": OwnSeed,
+    "own_buffer": OwnBuffer,
+    "own_field": OwnField,
     "unsaved": Unsaved,
-    "versioned": Versioned,
-    "masked": Masked,
-    "low_rank": LowRank,
-    "places": Places,
+    "calls": Calls,
+    "adapted": Adapted,
+    "needs_others": NeedsOthers,
     "narrow": Narrow,
-    "narrow_rank": NarrowRank,
-    # the first layer of a unit changes what it is given; torchvision's EfficientNet ends like that, and is right
-    "in_place": lambda inside, outside: nn.Sequential(nn.Dropout(0.2, inplace=True), nn.Linear(inside, outside)),
-    "batch_norm": lambda inside, _: nn.BatchNorm1d(inside),
-    "experts": Experts,
-    "own_eps": lambda inside, _: OwnEps(inside),
+    "complex": Complex,
+    "masked": Masked,
+    "spare": Spare,
+    "momentum": Momentum,
+    "low_rank": LowRank,
+    "odd": _odd,
 }
-
-
-def net(kind: str = "") -> nn.Module:
-    """The network, with one of these mistakes or none."""
-    return Net(KINDS[kind](16, 16) if kind else None)

@@ -1,8 +1,9 @@
-"""Tasks, data, schedules and optimizers with a mistake each, as users make them, and the right ones beside them."""
+"""Data, tasks, schedules and optimizers: the right ones first, then some with a mistake each, as users make them."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -10,34 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, TensorDataset
 
 from recipes.language.next_token import NextToken
-from tests.planted.networks import CLASSES, WIDTH, Net, rank
-from trainer import Data, Schedule, Task, gather
+from tests.planted.networks import CLASSES, WIDTH, rank
+from trainer import Data, Plan, Schedule, Task
 
 SAMPLES = 96
-
-
-class ScaledRate(torch.optim.SGD):
-    """It multiplies its rate by the number of processes, as large batches would ask for."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        size = dist.get_world_size() if dist.is_initialized() else 1
-        for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
-                parameter.sub_(parameter.grad, alpha=group["lr"] * size)
-
-
-class Remembering(Schedule):
-    """It counts how often it is asked, where no checkpoint keeps it."""
-
-    asked = 0
-
-    def at(self, step: int, epoch: int, progress: float) -> float:
-        self.asked += 1
-        return 1.0 / self.asked
 
 
 class Numbers(Data):
@@ -51,29 +32,80 @@ class Numbers(Data):
         return self.train()
 
 
-class Counting(TensorDataset):
-    """An item depends on how many this process has read before it."""
+class Odd(Numbers):
+    """An evaluation set whose last batch is one sample: a rank may have none of it. This is right everywhere."""
 
-    read = itertools.count()
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return x + 1e-3 * (next(self.read) % 7), y
+    def evaluation(self) -> Any:
+        return TensorDataset(*self.train()[:49])
 
 
-class Counted(Numbers):
+class Rows(Dataset[Any]):
+    """Samples of three to six rows, and what is known of each: a dict, in which not all have the same."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = torch.randn(3 + index % 4, WIDTH, generator=torch.Generator().manual_seed(index))
+        known = {"label": rows.sum(0)[:CLASSES].argmax(), "first": rows[0]}
+        return rows, known | ({"odd": rows[1]} if index % 2 else {})
+
+
+class Listed(Numbers):
+    """A batch as torchvision's detection has it, in a dict of lists and a list of dicts. This is right everywhere."""
+
     def train(self) -> Any:
-        return Counting(*super().train().tensors)
+        return Rows()
+
+    def collate(self, items: Any) -> Any:
+        inputs, targets = zip(*items, strict=True)
+        return {"rows": list(inputs), "first": [known["first"] for known in targets]}, targets
 
 
-class Recalling(Numbers):
-    """What it does to a batch depends on how many came before."""
+class Graphs(Numbers):
+    """Graphs of three nodes each, which follow each other in a batch. This is right everywhere."""
 
-    batches = 0
+    def train(self) -> Any:
+        x = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(x, x.sum(1)[:, :CLASSES].argmax(1))
 
-    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
-        self.batches += training
-        return inputs * (1 + 1e-3 * self.batches), targets
+    def collate(self, items: Any) -> Any:
+        x, labels = super().collate(items)
+        first = 3 * torch.arange(len(x))  # (B,): the first node of each
+        edges = torch.tensor([[0, 1, 2], [1, 2, 0]])  # a ring
+        return {
+            "x": x.flatten(0, 1),
+            "edges": (edges[:, None] + first[:, None]).flatten(1),  # (2, 3·B)
+            "owner": torch.arange(len(x)).repeat_interleave(3),
+            "first": first,
+        }, labels
+
+
+class Classes(Task):
+    """Right everywhere."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(1) == target).sum()}
+
+
+class OfDicts(Task):
+    """Labels that lie in a list of dicts. This is right everywhere."""
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        return F.cross_entropy(output, torch.stack([known["label"] for known in target]))
+
+
+# --- data with a mistake ---
+
+
+class GlobalOrder(Numbers):
+    """An order that ignores its generator."""
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        return torch.randperm(SAMPLES)
 
 
 class SameOrder(Numbers):
@@ -82,14 +114,6 @@ class SameOrder(Numbers):
     def order(self, epoch: int, generator: torch.Generator) -> Tensor:
         drawn = torch.randperm(SAMPLES, generator=generator)
         return drawn.flip(0) if epoch and rank() else drawn
-
-
-class Scaled(Numbers):
-    """A batch is divided by its largest number."""
-
-    def collate(self, items: Any) -> Any:
-        x, y = super().collate(items)
-        return x / x.abs().max(), y
 
 
 class Drawing(TensorDataset):
@@ -109,26 +133,14 @@ class Drawn(Numbers):
         return Drawing(*super().train().tensors)
 
 
-class Rows(Dataset[Any]):
-    """Samples of three to six rows, and what is known of each: a dict, in which not all have the same."""
+class Recalling(Numbers):
+    """What it does to a batch depends on how many came before."""
 
-    def __len__(self) -> int:
-        return SAMPLES
+    batches = 0
 
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        rows = torch.randn(3 + index % 4, WIDTH, generator=torch.Generator().manual_seed(index))
-        known = {"label": rows.sum(0)[:CLASSES].argmax(), "first": rows[0]}
-        return rows, known | ({"odd": rows[1]} if index % 2 else {})
-
-
-class Listed(Numbers):
-    """A batch as torchvision's detection has it: a list of samples, a list of dicts. This is right everywhere."""
-
-    def train(self) -> Any:
-        return Rows()
-
-    def collate(self, items: Any) -> Any:
-        return tuple(zip(*items, strict=True))
+    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
+        self.batches += training
+        return inputs * (1 + 1e-3 * self.batches), targets
 
 
 class Read(Listed):
@@ -136,7 +148,7 @@ class Read(Listed):
 
     def collate(self, items: Any) -> Any:
         inputs, targets = super().collate(items)
-        return tuple(x * (1 + 1e-3 * at) for at, x in enumerate(inputs)), targets
+        return inputs | {"rows": [x * (1 + 1e-3 * at) for at, x in enumerate(inputs["rows"])]}, targets
 
 
 class Padded(Numbers):
@@ -151,73 +163,7 @@ class Padded(Numbers):
         return nn.utils.rnn.pad_sequence(list(x), batch_first=True), torch.stack(y)
 
 
-class OfPadded(Net):
-    """The mean over the rows of a sample, padded ones among them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).mean(1)
-
-
-class InDict(Listed):
-    """The same, as a dict of lists."""
-
-    def collate(self, items: Any) -> Any:
-        inputs, targets = super().collate(items)
-        return {"rows": list(inputs), "first": [known["first"] for known in targets]}, targets
-
-
-class OfRows(Net):
-    """The mean of what it computes of each row of a sample."""
-
-    def forward(self, x: Any) -> Tensor:
-        return torch.stack(
-            [super(OfRows, self).forward(rows).mean(0) for rows in (x if type(x) is tuple else x["rows"])]
-        )
-
-
-class OfDicts(Task):
-    """Labels that lie in a list of dicts."""
-
-    def loss(self, output: Tensor, target: Any) -> Tensor:
-        return F.cross_entropy(output, torch.stack([known["label"] for known in target]))
-
-
-class Triples(Numbers):
-    """Graphs of three nodes each, which follow each other in a batch. This is right everywhere."""
-
-    def train(self) -> Any:
-        x = torch.randn(SAMPLES, 3, WIDTH, generator=torch.Generator().manual_seed(1))
-        return TensorDataset(x, x.sum(1)[:, :CLASSES].argmax(1))
-
-    def collate(self, items: Any) -> Any:
-        x, labels = super().collate(items)
-        first = 3 * torch.arange(len(x))  # (B,): the first node of each
-        edges = torch.tensor([[0, 1, 2], [1, 2, 0]])  # a ring
-        return {
-            "x": x.flatten(0, 1),
-            "edges": (edges[:, None] + first[:, None]).flatten(1),  # (2, 3·B)
-            "owner": torch.arange(len(x)).repeat_interleave(3),
-            "first": first,
-        }, labels
-
-
-class OfNodes(Net):
-    """What each node hears of another one, and the mean of each graph."""
-
-    def forward(self, graph: Any) -> Tensor:
-        source, target = graph["edges"]
-        y = super().forward(graph["x"] + torch.zeros_like(graph["x"]).index_add(0, target, graph["x"][source]))
-        return y.new_zeros(len(graph["first"]), CLASSES).index_add(0, graph["owner"], y)
-
-
-class Classes(Task):
-    """Right everywhere."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target)
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"accuracy": (output.argmax(1) == target).sum()}
+# --- tasks with a mistake ---
 
 
 class Summed(Classes):
@@ -234,11 +180,12 @@ class ClassWeights(Classes):
         return F.cross_entropy(output, target, torch.arange(1.0, 1 + CLASSES).to(output))
 
 
-class Negatives(Classes):
-    """Each sample against those of its micro-batch, as code for one GPU has it, without trainer.gather."""
+class Narrowed(Classes):
+    """It adds up in fp32 what is in fp64."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+        each = F.cross_entropy(output, target, reduction="none")
+        return each.float().sum().to(each.dtype) / len(each)
 
 
 class Meaned(Classes):
@@ -248,11 +195,14 @@ class Meaned(Classes):
         return {"accuracy": (output.argmax(1) == target).float().mean()}
 
 
-class OwnDecay(Classes):
-    """It changes a weight after each step, on each rank in another way."""
+class LateMetric(Classes):
+    """A metric that one rank gets wrong from its third batch on."""
 
-    def after_step(self, network: nn.Module, step: int) -> None:
-        network.get_parameter("middle.weight").mul_(1 - 1e-3 * rank())
+    batches = 0
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.batches += 1
+        return {"accuracy": (output.argmax(1) == target).sum() + (rank() if self.batches > 2 else 0)}
 
 
 class Counts(Classes):
@@ -270,82 +220,53 @@ class Counts(Classes):
 class LastDecay(Classes):
     """One rank changes a weight a little, after the last step of a proof."""
 
-    def __init__(self, name: str = "middle.weight") -> None:
-        self.name = name
-
     def after_step(self, network: nn.Module, step: int) -> None:
         if step == 3:
-            network.get_parameter(self.name).mul_(1 - 1e-5 * rank())
+            network.get_parameter("middle.down.weight").mul_(1 - 1e-5 * rank())
 
 
-class OwnMeter(Classes):
-    """It adds up by itself, which knows one rank's samples alone."""
+class Unshifted(NextToken):
+    """Its plan says nothing of positions: each context rank takes its tokens for the first ones."""
 
-    right = count = 0
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        self.right, self.count = self.right + int((output.argmax(1) == target).sum()), self.count + len(target)
-        return {}
-
-    def finish(self, totals: dict[str, Any]) -> dict[str, float]:
-        accuracy = self.right / self.count
-        self.right = self.count = 0
-        return {"accuracy": accuracy}
+    def plan(self, network: nn.Module) -> Plan:
+        plan = super().plan(network)
+        return replace(plan, context={name: style for name, style in plan.context.items() if "position" not in name})
 
 
-class LateMetric(Classes):
-    """A metric that one rank gets wrong from its third batch on."""
-
-    batches = 0
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        self.batches += 1
-        return {"accuracy": (output.argmax(1) == target).sum() + (rank() if self.batches > 2 else 0)}
+# --- schedules and optimizers with a mistake ---
 
 
-class Weighted(Classes):
-    """The mean over samples that weigh differently. This is right everywhere."""
+class Hearing(Schedule):
+    """It counts evaluations, where no checkpoint keeps it."""
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        each = F.cross_entropy(output, target, reduction="none") * (1 + target)
-        return each.sum() / self.weight(target)
-
-    def weight(self, target: Tensor) -> Tensor:
-        return (1 + target).sum()
-
-
-class Contrast(Classes):
-    """Each sample against the mean of all ranks' samples. This is right everywhere."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        apart = (output - gather(output).mean(0)).square().sum(1)
-        return super().loss(output, target) + apart.log1p().mean()
-
-
-class Ranked(Classes):
-    """A metric that needs the samples of the whole set, in their order. This is right everywhere."""
-
-    def gathered(self, output: Tensor, target: Tensor) -> dict[str, Tensor | list[Any]]:
-        return {"scores": output[:, 0]}
-
-    def finish(self, totals: dict[str, Any]) -> dict[str, float]:
-        scores = totals.pop("scores").double()
-        return {**super().finish(totals), "slope": float(scores @ torch.linspace(-1, 1, len(scores)).double())}
-
-
-class Tokens(NextToken):
-    """The next token, as a lab that imports this package. This is right everywhere."""
-
-
-class Odd(Numbers):
-    """An evaluation set whose last batch is one sample: a rank may have none of it. This is right everywhere."""
-
-    def evaluation(self) -> Any:
-        return TensorDataset(*self.train()[:49])
-
-
-class Even(Schedule):
-    """The full rate throughout. This is right everywhere."""
+    heard = 0
 
     def at(self, step: int, epoch: int, progress: float) -> float:
-        return 1.0
+        return 0.5**self.heard
+
+    def observe(self, metrics: Mapping[str, float], best: str) -> None:
+        self.heard += 1
+
+
+class ScaledRate(torch.optim.SGD):
+    """It multiplies its rate by the number of processes, as large batches would ask for."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                parameter.sub_(parameter.grad, alpha=group["lr"] * size)
+
+
+class ByShard(torch.optim.SGD):
+    """It divides each gradient by its norm, which it takes of what the rank holds."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                held, gradient = (
+                    one.to_local() if isinstance(one, DTensor) else one for one in (parameter, parameter.grad)
+                )
+                held.sub_(gradient / (gradient.norm() + 1e-6), alpha=group["lr"])
