@@ -206,6 +206,11 @@ def _become(words: list[str], place: str, environment: dict[str, str], screen: s
     os._exit(code if isinstance(code, int) else int(code is not None))  # triton would speak as the interpreter ends
 
 
+def end_server() -> None:
+    """End the fork server and wait for it, so that what its copies have cost can be seen."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
 def _start(member: process.BaseProcess) -> None:
     with chdir(ROOT):  # where the server, if this is the first one, finds what it imports
         member.start()

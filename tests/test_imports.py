@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -155,63 +154,6 @@ def test_no_strategy_inherits_from_another() -> None:
 def test_the_checkpoint_has_never_heard_of_strategies() -> None:
     for path in (*(CHECKOUT / "trainer/records").rglob("*.py"), *(CHECKOUT / "trainer/launch").glob("*.py")):
         assert not [found for found in imports(path) if starts(found, "trainer.strategies")]
-
-
-def test_the_page_about_the_house_names_every_file() -> None:
-    page = (CHECKOUT / "docs/architecture.md").read_text().split("\n## The tree\n")[1].split("```")[1]
-    named, room = set(), ""
-    for line in page.splitlines():
-        left = re.split(r"  +", line.strip())[0]
-        if not line.startswith(" "):
-            room = left
-        elif room.startswith("trainer/"):
-            named |= {f"{room}{stem}.py" for stem in left.split(", ")}
-    files = (path.relative_to(CHECKOUT) for path in PRODUCT if path.name != "__init__.py")
-    assert named ^ {str(file) for file in files if file.parts[0] == "trainer"} == set(), (
-        "docs/architecture.md, The tree"
-    )
-
-
-# Names that are wrong on purpose, of an older version, or of nothing but an example.
-OF_OLD = {
-    "test_removed_words.py",
-    "test_ema.py",
-    "test_full_disk.py",
-    "test_trainer.py",
-    "test_stopping.py",
-    "CHANGELOG.md",
-}
-
-
-def test_every_dotted_name_in_a_text_is_there() -> None:
-    texts = [
-        path for place in ("tests", "scripts", "docs", "recipes", "conf") for path in (CHECKOUT / place).rglob("*")
-    ]
-    wrong = []
-    for path in [*texts, *CHECKOUT.glob("*.md")]:
-        if path.suffix not in (".py", ".md", ".yaml", ".sh", "") or not path.is_file() or path.name in OF_OLD:
-            continue
-        for dotted in re.findall(r"[\"' `](trainer(?:\.[A-Za-z_]\w*){2,})", path.read_text()):
-            if not names_something(dotted.split(".")):
-                wrong.append(f"{path.relative_to(CHECKOUT)}: {dotted}")
-    # an API group of Kubernetes, and an attribute of a variable
-    assert [line for line in wrong if "trainer.kubeflow.org" not in line and "trainer.progress.step" not in line] == []
-
-
-@cache
-def names_of(file: Path) -> set[str]:
-    """All names that a module's text has: what it defines, and what it imports."""
-    return {token.string for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline)}
-
-
-def names_something(parts: list[str]) -> bool:
-    """Is there a module for the first of these, and does it have the next name?"""
-    for count in range(len(parts), 1, -1):
-        module = CHECKOUT.joinpath(*parts[:count])
-        file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-        if file.is_file():
-            return count == len(parts) or parts[count] in names_of(file)
-    return False
 
 
 def words(path: Path) -> set[str]:

@@ -13,7 +13,6 @@ write it anew, in the code of today.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -24,46 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.nearest import nearest_tests
+
 HERE = Path(__file__).resolve().parent / "mistakes"
 PATIENCE = float(os.environ.get("PATIENCE", "240"))  # seconds for the nearest tests of a mistake
 QUICK_PATIENCE = 1800  # for the quick suite
 MOST = 8  # files of tests
 GROUP: dict[str, Any] = {"start_new_session": True, "stdin": subprocess.DEVNULL}
-WIDE = ["tests/strategies/test_contract.py"]  # for what many strategies share
-
-
-def modules(path: Path) -> set[str]:
-    """The dotted names of what a file of Python imports, and of what it names in a text."""
-    text = path.read_text()
-    found: set[str] = set(re.findall(r"\b(?:trainer|recipes|tests)(?:\.\w+)+", text))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
-    return found
-
-
-def nearest_tests(checkout: Path, changed: list[str]) -> list[str]:
-    """Test files by their distance from files of the program: named like one, importing one, by way of a helper."""
-    wanted = {file.removesuffix(".py").replace("/", ".") for file in changed}
-    words = [set(re.findall("[a-z0-9]+", file.partition("/")[2])) for file in changed]
-    imports = {str(path.relative_to(checkout)): modules(path) for path in sorted((checkout / "tests").rglob("*.py"))}
-    helpers = {file.removesuffix(".py").replace("/", ".") for file, names in imports.items() if _meets(names, wanted)}
-    ranked: list[tuple[int, int, str]] = []
-    for file, names in imports.items():
-        if Path(file).name.startswith("test_"):
-            own = set(Path(file).stem.removeprefix("test_").split("_"))
-            named = any(own <= each for each in words)
-            distance = 0 if named else 1 if _meets(names, wanted) else 2 if _meets(names, helpers) else 3
-            # of equals the one that imports least: it is about this, the others touch it
-            ranked.append((distance, sum(name.startswith("trainer") for name in names), file))
-    shared = any(file.startswith(("trainer/strategies", "trainer/parallel", "trainer/data")) for file in changed)
-    near = {at: [file for distance, _, file in sorted(ranked) if distance == at] for at in range(3)}
-    return list(dict.fromkeys([*near[0], *(WIDE if shared else []), *near[1], *near[2]]))
-
-
-def _meets(names: set[str], wanted: set[str]) -> bool:
-    """Is one of these names one of those, or something in it?"""
-    return any(name == each or name.startswith(f"{each}.") for name in names for each in wanted)
 
 
 def run_tests(checkout: Path, words: list[str], patience: float) -> dict[str, Any]:
@@ -96,7 +62,7 @@ def try_one(checkout: Path, patch: Path, quick: bool) -> dict[str, Any]:
     said = patch.read_text().splitlines()[1].partition("tests: ")[2].split()
     changed = re.findall(r"^\+\+\+ b/(.*)$", patch.read_text(), re.MULTILINE)
     said = [file for file in said if (checkout / file).exists()]
-    tests = list(dict.fromkeys([*said, *nearest_tests(checkout, changed)]))[:MOST]
+    tests = list(dict.fromkeys([*said, *nearest_tests(checkout, changed)[:MOST]]))[:MOST]
     words = ["-n", "auto"] if quick else ["-n", "0", "--long", *tests]
     while True:
         applied = subprocess.run([*git, "apply", "-C1", str(patch)], capture_output=True, text=True)
