@@ -182,8 +182,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """A lane has ended: the times of all lanes add up; what one left out all of them did."""
-    notes, own = node.config.stash[NOTES], getattr(node, "workeroutput", {}).get("notes", {})
-    notes.update({f"lanes' {name}": own.get(name, 0) for name in ("milliseconds", "not begun")})
+    own = getattr(node, "workeroutput", {}).get("notes", {})
+    notes = node.config.stash[NOTES]
+    for name in ("milliseconds", "not begun"):
+        notes[f"lanes' {name}"] += own.get(name, 0)
     notes["left out"] = own.get("left out", 0)
 
 

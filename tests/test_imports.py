@@ -2,7 +2,6 @@
 
 import ast
 import io
-import re
 import subprocess
 import sys
 import tokenize
