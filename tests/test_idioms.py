@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.commands import curve, lines
-from tests.processes import Processes
-from tests.quick import quickly
-from tests.test_initial_weights import saved
-from tests.test_nonfinite_check import ended
-from trainer.launch.rendezvous import Launch
-from trainer.records.checkpoint.manifest import read_manifest
-from trainer.records.checkpoint.store import inspect_checkpoint
-from trainer.records.checkpoint.tensor_files import load_tensors
+from tests.run import curve, lines, quickly, run
 
 LAB = """
 import torch
@@ -123,66 +116,66 @@ def numbers() -> Tensor:
 RANKS = {"single": 1, "ddp": 2, "zero1": 2, "fsdp": 2}
 
 
-def trained(place: Path, run: Path, *words: str, processes: Processes | None = None, ranks: int = 1) -> Path:
-    command = [*WORDS, "loop.log_every=1", f"run.dir={run}", *words]
-    ended_as = processes.run(ranks, ended, place, command) if processes else [ended(Launch(), place, command)]
-    assert ended_as == ["0"] * ranks
-    return run
+def trained(place: Path, folder: Path, *words: str, ranks: int = 1) -> Path:
+    run([*WORDS, "loop.log_every=1", f"run.dir={folder}", *words], ranks, "group" if ranks > 1 else "here", place=place)
+    return folder
 
 
-def tensors(run: Path, step: int) -> dict[str, Tensor]:
-    """All that a checkpoint holds."""
-    there = inspect_checkpoint(read_manifest(run / "checkpoints" / f"step-{step:08d}"))
-    values = {name: torch.empty(fact.shape, dtype=fact.dtype) for name, fact in there.tensors.items()}
-    load_tensors(values, there)
-    return values
+def tensors(folder: Path, step: int | None = None) -> dict[str, Tensor]:
+    """All that a checkpoint holds, of the last step if none is named, as its files have it."""
+    found = sorted((folder / "checkpoints").glob("step-*" if step is None else f"step-{step:08d}"))[-1]
+    parts: dict[str, list[Tensor]] = {}
+    for file in sorted(found.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            parts.setdefault(name, []).append(tensor)
+    return {name: torch.cat(several) if len(several) > 1 else several[0] for name, several in parts.items()}
 
 
 @pytest.mark.parametrize("strategy", quickly(RANKS, "single", "fsdp"))
 def test_an_evaluation_merges_nothing_that_is_saved_and_a_frozen_teacher_sleeps(
-    place: Path, tmp_path: Path, processes: Processes, strategy: str
+    place: Path, tmp_path: Path, processes: object, strategy: str
 ) -> None:
     words = ["model=student", "loop.steps=4", "loop.eval_every=2", "ema.decay=0.5", "optimizer.lr=0.3"]
     words += [f"strategy={strategy}"]
-    run = trained(place, tmp_path / "run", *words, processes=processes, ranks=RANKS[strategy])
+    folder = trained(place, tmp_path / "run", *words, ranks=RANKS[strategy])
     x, more, average, figures = numbers(), torch.zeros(4, 4), torch.zeros(4, 4), []
     for step in range(4):
         figures.append(float((x @ more.T + x - 1).square().mean()))
         more = more - 0.3 * 2 * (x @ more.T + x - 1).T @ x / x.numel()
         average = average.lerp(more, 0.5) if step else more
-    assert curve(run) == pytest.approx(figures, rel=1e-5)
-    last = lines(run, "eval")[-1]
+    assert curve(folder) == pytest.approx(figures, rel=1e-5)
+    last = lines(folder, "eval")[-1]
     for name, one in (("loss", more), ("ema_loss", average)):
         assert last[name] == pytest.approx(float((x @ one.T + x - 1).square().mean()), rel=1e-5)
-    left = saved(run)
+    left = tensors(folder)
     torch.testing.assert_close(left["student.weight"], torch.eye(4))
     torch.testing.assert_close(left["student.more"], more)
 
 
 @pytest.mark.parametrize("strategy", quickly(RANKS, "single", "fsdp"))
 def test_the_average_of_bf16_weights_has_the_bits_of_fp32(
-    place: Path, tmp_path: Path, processes: Processes, strategy: str
+    place: Path, tmp_path: Path, processes: object, strategy: str
 ) -> None:
     words = ("model=halved", f"strategy={strategy}", "loop.eval_every=4", "loop.save_every=1", "checkpoint.keep=99")
     for steps in (4, 8):  # the second command goes on
         more = (f"loop.steps={steps}", "ema.decay=0.99", "optimizer.lr=0.1")
-        run = trained(place, tmp_path / "run", *words, *more, processes=processes, ranks=RANKS[strategy])
-    average = tensors(run, 1)["layer.weight"].float()
+        folder = trained(place, tmp_path / "run", *words, *more, ranks=RANKS[strategy])
+    average = tensors(folder, 1)["layer.weight"].float()
     for step in range(2, 9):
-        average = average.lerp(tensors(run, step)["layer.weight"].float(), 0.01)
-    torch.testing.assert_close(tensors(run, 8)["ema/layer.weight"], average)
-    assert lines(run, "eval")[-1]["ema_loss"] != lines(run, "eval")[-2]["ema_loss"]
-    assert "layer.weight: learned in bf16 or fp16" in (run / "logs" / "rank-0.log").read_text()
+        average = average.lerp(tensors(folder, step)["layer.weight"].float(), 0.01)
+    torch.testing.assert_close(tensors(folder, 8)["ema/layer.weight"], average)
+    assert lines(folder, "eval")[-1]["ema_loss"] != lines(folder, "eval")[-2]["ema_loss"]
+    assert "layer.weight: learned in bf16 or fp16" in (folder / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize("strategy", quickly(RANKS, "single", "zero1"))
 def test_parameters_without_a_gradient_are_named_once(
-    place: Path, tmp_path: Path, processes: Processes, strategy: str
+    place: Path, tmp_path: Path, processes: object, strategy: str
 ) -> None:
     words = ["model=spare", f"strategy={strategy}", "loop.steps=3", "checkpoint.whole=true"]
     words += ["strategy.find_unused_parameters=true"] * (strategy == "ddp")
-    run = trained(place, tmp_path / "run", *words, processes=processes, ranks=RANKS[strategy])
-    said = (run / "logs" / "rank-0.log").read_text()
+    folder = trained(place, tmp_path / "run", *words, ranks=RANKS[strategy])
+    said = (folder / "logs" / "rank-0.log").read_text()
     assert said.count("no gradient in the first step: spare.weight, spare.bias; if they are meant to learn") == 1
 
 
@@ -193,15 +186,15 @@ def test_what_counts_for_nothing_breaks_no_figure_and_a_mean_over_nothing_is_nam
         for size in (4, 32)
     ]
     assert figures[0] == pytest.approx(figures[1], rel=1e-5)
-    run = trained(place, tmp_path / "plain", *words, "loop.eval_batch=4", "task.counts=false")
-    said = (run / "logs" / "rank-0.log").read_text()
+    folder = trained(place, tmp_path / "plain", *words, "loop.eval_batch=4", "task.counts=false")
+    said = (folder / "logs" / "rank-0.log").read_text()
     assert "evaluation: loss nan, from loss of samples 0, 1, 2, 3. Is it a mean over nothing?" in said
     command = [*WORDS, *words, "loop.micro_batches=16", f"run.dir={tmp_path / 'broken'}"]
-    assert "of weight 0: micro-batch" in ended(Launch(), place, command)
+    assert "of weight 0: micro-batch" in run(command, place=place, code=1).out
 
 
 def test_a_warm_up_counts_epochs_too_and_a_long_one_is_said(place: Path, tmp_path: Path) -> None:
     words = ["model=spare", "loop.global_batch=16", "loop.steps=10", "optimizer.lr=1"]
-    run = trained(place, tmp_path / "run", *words, "schedule=constant", "schedule.warmup=2ep")  # of two steps
-    assert curve(run, "lr") == [0.25, 0.5, 0.75, *[1.0] * 7]
-    assert "schedule.warmup is 4 of 10 steps, 40% of the run" in (run / "logs" / "rank-0.log").read_text()
+    folder = trained(place, tmp_path / "run", *words, "schedule=constant", "schedule.warmup=2ep")  # of two steps
+    assert curve(folder, "lr") == [0.25, 0.5, 0.75, *[1.0] * 7]
+    assert "schedule.warmup is 4 of 10 steps, 40% of the run" in (folder / "logs" / "rank-0.log").read_text()

@@ -8,12 +8,13 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.commands import Command, curve, far, finish, finish_all, lines, single, status, torchrun
+from tests.run import curve, far, lines, run, start, status
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(home: Path) -> Path:
-    finish(single(*words("alone", "loader.workers=0")), home)
-    return home / "alone"
+    return run(words("alone", "loader.workers=0"), place=home).folder
 
 
 def same_curve(folder: Path, alone: Path) -> None:
@@ -48,8 +48,8 @@ def same_curve(folder: Path, alone: Path) -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_a_lab_trains_on_two_ranks_with_workers_as_on_one_without(home, alone):
-    finish(torchrun(2, *words("two", "strategy=ddp", "loader.workers=1", "loop.micro_batches=3")), home)
+def test_a_lab_trains_on_two_ranks_as_on_one(processes: object, home: Path, alone: Path) -> None:
+    run(words("two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=3"), 2, "group", place=home)
     same_curve(home / "two", alone)
     train, evaluations = lines(alone, "train"), lines(alone, "eval")
     assert len(train) == 8  # 50 in the order, 12 a step, 2 epochs
@@ -61,26 +61,24 @@ def test_a_lab_trains_on_two_ranks_with_workers_as_on_one_without(home, alone):
 
 
 @pytest.mark.long
-def test_workers_and_slices_change_nothing(home, alone):
-    finish_all(
-        [
-            single(*words("workers", "loader.workers=2")),
-            single(*words("slices", "loop.micro_batch=3", "loader.workers=0")),
-        ],
-        home,
-    )
+def test_workers_and_slices_change_nothing(home: Path, alone: Path) -> None:
+    run(words("workers", "loader.workers=2"), place=home)
     assert curve(home / "workers", "loss_hex") == curve(alone, "loss_hex")
+    run(words("slices", "loop.micro_batch=3", "loader.workers=0"), place=home)
     same_curve(home / "slices", alone)
+    run(words("both", "strategy=ddp", "loader.workers=1", "loop.micro_batches=3"), 2, "torchrun", place=home)
+    same_curve(home / "both", alone)
 
 
 @pytest.mark.long
-def test_an_error_in_one_rank_ends_all_and_stands_last(home):
-    screen = finish(torchrun(2, *words("torn", "strategy=ddp", "loader.workers=0", "data.fault=raise")), home, code=1)
+def test_an_error_in_one_rank_ends_all_and_stands_last(home: Path) -> None:
+    torn = words("torn", "strategy=ddp", "loader.workers=0", "data.fault=raise")
+    screen = run(torn, 2, "torchrun", place=home, code=1).out
     own, launcher = screen.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
     own = "\n".join(line for line in own.splitlines() if "torch/distributed/elastic" not in line)
     ours = own.split("Traceback")
     assert len(ours) == 3, screen  # before, the failing rank's, torchrun's
-    assert "rank 1 of 2 failed at step" in ours[0].splitlines()[-1]
+    assert "rank 1 of 2 failed" in ours[0].splitlines()[-1]
     assert ours[1].rstrip().endswith("ValueError: the picture of sample 21 is torn")
     assert "in _break" in ours[1]
     cause = launcher.split("Root Cause")[1]
@@ -93,26 +91,26 @@ def test_an_error_in_one_rank_ends_all_and_stands_last(home):
 
 
 @pytest.mark.long
-def test_a_rank_that_just_leaves_fails_the_run(home):
+def test_a_rank_that_just_leaves_fails_the_run(home: Path) -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(one.getsockname()[1]), "WORLD_SIZE": "2"}
-    left = single(*words("left", "strategy=ddp", "loader.workers=0", "data.fault=leave"))
-    ranks = [Command(left, home, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
-    first, second = [rank.end() for rank in ranks]
-    assert (first.code, first.left) == (1, []), first.screen
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(one.getsockname()[1]), "WORLD_SIZE": "2"}
+    left = words("left", "strategy=ddp", "loader.workers=0", "data.fault=leave")
+    each = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    first, second = [one.end() for one in [start(left, place=home, environment=own) for own in each]]
+    assert (first.code, first.left) == (1, []), first.out
     assert second.code == 0
     assert status(home / "left")["state"] == "failed"
-    assert "rank 0 of 2 failed" in first.screen
+    assert "rank 0 of 2 failed" in first.out
 
 
 @pytest.mark.long
-def test_breakpoint_works_in_one_process(home):
+def test_breakpoint_works_in_one_process(home: Path) -> None:
     """A debugger's prompt on a terminal; the answer is typed once it stands there."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     process = subprocess.Popen(
-        single(*words("paused", "loader.workers=0", "task.pause=true")),
+        [sys.executable, "-m", "trainer", *words("paused", "log=[]", "loader.workers=0", "task.pause=true")],
         cwd=home,
         env=environment,
         stdin=theirs,
