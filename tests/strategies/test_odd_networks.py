@@ -14,16 +14,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.processes import Processes
-from tests.quick import quickly
-from tests.strategies.toys import CLASSES, NETWORKS, TASKS, WIDTH, Case, Net, Plain, Routed, run
-from trainer import Plan, Task
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
-from trainer.strategies.ddp import DDP
-from trainer.strategies.fsdp import FSDP
-from trainer.strategies.tp import TP
-from trainer.strategies.zero1 import Zero1
+from tests.run import far, quickly
+from tests.strategies.networks import CLASSES, WIDTH, Net, Plain
+from tests.strategies.runs import SGD, Train, alike
+from trainer import Plan
+
+
+class Routed(Net):
+    """A layer that only some samples use: some ranks have no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, some = super().forward(x), x[:, 0] > 1.8
+        return y + torch.where(some[:, None], self.rare(x), 0.0) if bool(some.any()) else y
 
 
 class Buffers(Net):
@@ -160,76 +166,75 @@ class Waves(Net):
         return Plan(shard=("up",))  # all others are gathered together
 
 
-def with_special(
-    launch: Launch, network: type[nn.Module], task: type[Task], case: Case, precision: str = "fp64"
-) -> dict[str, Any]:
-    NETWORKS["special"], TASKS["special"] = network, task
-    return run(launch, case.but(network="special", task="special", precision=precision))
+class HeadOnly(nn.Linear):
+    """Two parameters; of four ranks two own nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, CLASSES)
 
 
-@pytest.mark.parametrize(
-    ("network", "task", "size", "case"),
-    [
-        pytest.param(Buffers, Plain, 2, Case("ddp"), marks=pytest.mark.long),
-        (Buffers, Plain, 2, Case("tp")),
-        (FourDimensions, Plain, 2, Case("ddp")),
-        (Recomputed, Plain, 2, Case("ddp")),
-        (Routed, Plain, 2, Case("ddp", {"find_unused_parameters": True})),
-        pytest.param(Routed, Plain, 4, Case("ddp_tp", {"tensor": 2}), marks=pytest.mark.long),
-        (Routed, Plain, 3, Case("ddp_tp", {"tensor": 1})),
-        (Tied, Plain, 1, Case("ddp")),
-        (Remembering, Plain, 2, Case("fsdp", micro_batches=2)),
-        pytest.param(Remembering, Plain, 2, Case("fsdp", {"reshard_after_forward": False}), marks=pytest.mark.long),
-        pytest.param(Remembering, Plain, 2, Case("zero1"), marks=pytest.mark.long),
-        pytest.param(Remembering, Plain, 2, Case("pp", micro_batches=2), marks=pytest.mark.long),
-        (Pruned, Plain, 2, Case("fsdp")),
-        pytest.param(Pruned, Plain, 2, Case("pp", micro_batches=2), marks=pytest.mark.long),
-        (Sloped, Plain, 2, Case("fsdp", {"reshard_after_forward": False}, micro_batches=2)),
-        pytest.param(Sloped, Plain, 2, Case("fsdp"), marks=pytest.mark.long),
-        (Net, WholeNumbers, 2, Case("ddp", micro_batches=2)),
-        (Net, SlopeInLoss, 2, Case("ddp")),
-        pytest.param(Net, WholeNumbers, 4, Case("ddp_tp", {"tensor": 2}), marks=pytest.mark.long),
-    ],
-)
-def test_they_train_to_the_curve_of_one_process(
-    processes: Processes, network: type[nn.Module], task: type[Task], size: int, case: Case
-) -> None:
-    if network is Tied:
-        case = case.but(fields={"find_unused_parameters": True})
-    (reference,) = processes.run(1, with_special, network, task, Case())
-    for rank in processes.run(size, with_special, network, task, case):
-        assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-10
-        assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
+class Idle(Net):
+    """A frozen layer, and one that nothing calls: without a gradient it must not even decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(3, 3)
+        self.up.requires_grad_(False)
 
 
-def test_complex_weights_beside_real_ones_are_sharded(processes: Processes) -> None:
-    case = Case(optimizer="sgd")  # torch has no fused Adam of complex numbers
-    (reference,) = processes.run(1, with_special, Waves, Plain, case, "fp32")
-    for rank in processes.run(2, with_special, Waves, Plain, case.but(strategy="fsdp"), "fp32"):
-        assert rank["losses"] == pytest.approx(reference["losses"], abs=1e-5)
-    with pytest.raises(Refusal, match=r"strategy\.param_dtype=bf16: wave is complex"):
-        FSDP(param_dtype="bf16").check(Plain(), Waves(), 2)
+class Convolving(nn.Module):
+    """Weights whose memory is in another order than their shape: channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 2)
+        self.norm = nn.BatchNorm2d(5)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.convolution(x.view(-1, 3, 2, 2))).flatten(1).sigmoid())
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP, Zero1])
-def test_an_embedding_that_changes_its_weights_in_a_forward_is_refused(strategy: Any) -> None:
-    network = nn.Sequential(nn.Embedding(3, WIDTH, max_norm=1.0), Net())
-    with pytest.raises(Refusal, match=r"the embedding 0 has max_norm: .* train on one data rank"):
-        strategy().check(Plain(), network, 2)
-    DDP().check(Plain(), network, 1)
+class Shared(Net):
+    """One layer in two segments that nested backwards recompute: its gradient is complete twice in one backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def segment(y: Tensor) -> Tensor:
+            return self.norm(y + self.down(torch.tanh(self.up(y))))
+
+        x = checkpoint(segment, x.requires_grad_(), use_reentrant=True)
+        return self.head(checkpoint(segment, x, use_reentrant=True))
 
 
-def test_a_sparse_gradient_that_tying_makes_dense_is_refused() -> None:
-    network = nn.Sequential(nn.Embedding(3, WIDTH, sparse=True), nn.Linear(WIDTH, 3, bias=False))
-    DDP().check(Plain(), network, 2)
-    network[1].weight = network[0].weight
-    with pytest.raises(Refusal, match=r"the embedding 0 makes sparse .* is also 1\.weight, which makes dense ones"):
-        DDP().check(Plain(), network, 2)
+class Odd(nn.Module):
+    """A single number, a weight whose rows do not lie in order, a BatchNorm, and first dimensions of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.turned = nn.Parameter(torch.randn(4, 16).t() / 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.positions = nn.Parameter(torch.randn(1, 12) / 4)  # 2, 3 and 4 divide its second dimension
+        self.few = nn.Parameter(torch.randn(1, 5))  # and none of this one's
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (torch.tanh(self.norm(self.up(x + self.positions))) @ self.turned) * self.scale
+        return y * self.few.cosh().mean()
 
 
-def test_tied_parameters_are_not_cut_apart() -> None:
-    with pytest.raises(Refusal, match=r"up, whose parameter is tied to again\.weight"):
-        TP().check(Plain(), Tied(), 2)
+class Following(nn.Module):
+    """Each forward in training moves a frozen layer towards one that learns, as MoCo's key encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.key.weight.lerp_(self.query.weight, 0.1)
+        return self.query(x) + self.key(x)
 
 
 class Block(nn.Module):
@@ -272,60 +277,93 @@ class Enclosed(Perturbed):
         return Plan(shard=("inner",))
 
 
-@pytest.mark.parametrize(
-    ("network", "size", "case"),
-    [
-        (Perturbed, 1, Case(fields={"activation_checkpointing": "units"})),
-        (Perturbed, 2, Case("ddp")),
-        pytest.param(Perturbed, 2, Case("zero1"), marks=pytest.mark.long),
-        pytest.param(Perturbed, 2, Case("tp"), marks=pytest.mark.long),
-        (Perturbed, 2, Case("pp")),
-        (Enclosed, 2, Case("fsdp")),
-    ],
-)
-def test_a_layer_called_with_other_weights_learns_through_them(
-    processes: Processes, network: type[nn.Module], size: int, case: Case
-) -> None:
-    case = case.but(steps=3)
-    (reference,) = processes.run(1, with_special, network, Plain, case.but(strategy="single", fields={}))
-    for rank in processes.run(size, with_special, network, Plain, case):
-        assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
+UNUSED = "strategy=ddp strategy.find_unused_parameters=true"
+# (network, task, processes, words)
+QUICK: list[Any] = [
+    (Buffers, Plain, 2, "strategy=tp"),
+    (FourDimensions, Plain, 2, "strategy=ddp"),
+    (Recomputed, Plain, 2, "strategy=ddp"),
+    (Routed, Plain, 2, f"{UNUSED} loop.micro_batches=2"),
+    (Remembering, Plain, 2, "strategy=fsdp loop.micro_batches=2"),
+    (Sloped, Plain, 2, "strategy=fsdp strategy.reshard_after_forward=false loop.micro_batches=2"),
+    (Net, WholeNumbers, 2, "strategy=ddp loop.micro_batches=2"),
+    (Net, SlopeInLoss, 2, "strategy=ddp"),
+    (Following, Plain, 2, "strategy=ddp"),  # a frozen parameter that a forward moves begins where it was
+    (Perturbed, Plain, 2, "strategy=ddp"),
+    (Perturbed, Plain, 1, "strategy.activation_checkpointing=units"),
+    (Shared, Plain, 2, "strategy=zero1"),
+]
+LONG: list[Any] = [
+    (Buffers, Plain, 2, "strategy=ddp"),
+    (Routed, Plain, 3, "strategy=ddp_tp strategy.tensor=1"),
+    (Routed, Plain, 4, "strategy=ddp_tp strategy.tensor=2"),
+    (Routed, Plain, 3, "strategy=zero1 loop.micro_batches=2"),
+    (Tied, Plain, 1, UNUSED),
+    (Tied, Plain, 3, "strategy=fsdp"),
+    (Remembering, Plain, 2, "strategy=zero1"),
+    (Remembering, Plain, 2, "strategy=pp loop.micro_batches=2"),
+    (Pruned, Plain, 2, "strategy=fsdp"),
+    (Pruned, Plain, 2, "strategy=pp loop.micro_batches=2"),
+    (Sloped, Plain, 2, "strategy=fsdp"),
+    (Net, WholeNumbers, 4, "strategy=ddp_tp strategy.tensor=2"),
+    (HeadOnly, Plain, 4, "strategy=zero1"),
+    (Idle, Plain, 2, "strategy=zero1"),
+    (Shared, Plain, 3, "strategy=zero1 loop.micro_batches=2"),
+    (Convolving, Plain, 2, f"{SGD} strategy=zero1 strategy.sync_bn=true"),
+    (Odd, Plain, 3, f"{SGD} strategy=fsdp strategy.sync_bn=true"),
+    (Odd, Plain, 4, f"{SGD} strategy=hsdp strategy.sync_bn=true"),
+    (Odd, Plain, 4, f"{SGD} strategy=fsdp_pp strategy.pipe=2 strategy.sync_bn=true"),
+    (Perturbed, Plain, 2, "strategy=zero1"),
+    (Perturbed, Plain, 2, "strategy=tp"),
+    (Perturbed, Plain, 2, "strategy=pp"),
+    (Enclosed, Plain, 2, "strategy=fsdp"),
+]
 
 
-def refused(launch: Launch, network: type[nn.Module], case: Case) -> str:
-    try:
-        with_special(launch, network, Plain, case)
-    except Refusal as refusal:
-        return str(refusal)
-    return ""
+@pytest.mark.parametrize(("network", "task", "ranks", "words"), quickly([*QUICK, *LONG], *QUICK))
+def test_they_train_to_the_curve_of_one_process(train: Train, network: Any, task: Any, ranks: int, words: str) -> None:
+    common = f"{SGD if SGD in words else ''} loop.steps=5"
+    alike(train(f"{common} {words}", ranks, model=network, task=task), train(common, model=network, task=task))
 
 
-@pytest.mark.parametrize(
-    ("size", "case"),
-    [
-        (2, Case("fsdp")),
-        pytest.param(2, Case("fsdp", {"reshard_after_forward": False}), marks=pytest.mark.long),
-        pytest.param(4, Case("fsdp", {"tensor": 2}), marks=pytest.mark.long),
-    ],
-)
-def test_where_it_would_learn_through_its_own_it_is_refused(processes: Processes, size: int, case: Case) -> None:
-    for said in processes.run(size, refused, Perturbed, case.but(steps=1)):
-        assert "block" in said
-        assert "other parameters than its own" in said
+def test_complex_weights_beside_real_ones_are_sharded(train: Train) -> None:
+    common = f"{SGD} optimizer.fused=null precision=fp32"  # torch has no fused step of complex numbers
+    seen, alone = train(f"{common} strategy=fsdp", 2, model=Waves), train(common, model=Waves)
+    assert far(seen.losses, alone.losses) < 1e-5
+    said = train.refused("precision=fp32 strategy=fsdp strategy.param_dtype=bf16", 2, model=Waves)
+    assert "strategy.param_dtype=bf16: wave is complex" in said
 
 
-@pytest.mark.parametrize(
-    ("network", "size", "word", "said"),
-    [
-        (HiddenSlope, 2, "fsdp", r"a gradient is taken with create_graph=True .* strategy=zero1 and strategy=ddp"),
-        (Unguarded, 1, "single", r"evaluations run without gradients, .*\.py:\d+ .*: with torch\.enable_grad\(\):"),
-    ],
-)
-def test_a_gradient_where_there_can_be_none_is_refused(
-    processes: Processes, network: type[nn.Module], size: int, word: str, said: str
-) -> None:
-    for refusal in processes.run(size, refused, network, Case(word, steps=1)):
-        assert re.match(said, refusal)
+class Embedded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH, max_norm=1.0)
+
+
+class TiedSparse(Net):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.table, self.again = nn.Embedding(3, WIDTH, sparse=True), nn.Linear(WIDTH, 3, bias=False)
+        if tied:
+            self.again.weight = self.table.weight
+
+
+REFUSED: list[Any] = [
+    (Embedded, 2, "strategy=ddp", r"the embedding table has max_norm: .* train on one data rank"),
+    (Embedded, 2, "strategy=fsdp", r"the embedding table has max_norm: .* train on one data rank"),
+    (
+        TiedSparse,
+        2,
+        "strategy=ddp",
+        r"the embedding table makes sparse .* is also again\.weight, which makes dense ones",
+    ),
+    (TiedSparse, 2, "strategy=zero1", r"the embedding table makes sparse ones; build it with sparse=False"),
+    (Tied, 2, "strategy=tp", r"up, whose parameter is tied to again\.weight"),
+    (Perturbed, 2, "strategy=fsdp", r"block.*other parameters than its own"),
+    (Perturbed, 4, "strategy=fsdp_tp strategy.tensor=2", r"block.*other parameters than its own"),
+    (HiddenSlope, 2, "strategy=fsdp", r"a gradient is taken with create_graph=True .* strategy=zero1 and strategy=ddp"),
+    (Unguarded, 1, "", r"evaluations run without gradients, .*\.py:\d+ .*: with torch\.enable_grad\(\):"),
+]
 
 
 class Codebook(nn.Module):
@@ -341,18 +379,18 @@ class Codebook(nn.Module):
         return self.net(x - self.mean.detach())
 
 
+REFUSED += [
+    (Codebook, ranks, words, "the forward puts new parameters in the place of mean: ")
+    for ranks, words in ((1, ""), (2, "strategy=fsdp"), (2, "strategy=ddp"), (2, UNUSED))
+]
+
+
 @pytest.mark.parametrize(
-    ("size", "case"),
-    [
-        (1, Case("single")),
-        (2, Case("fsdp")),
-        pytest.param(2, Case("ddp"), marks=pytest.mark.long),
-        pytest.param(2, Case("ddp", {"find_unused_parameters": True}), marks=pytest.mark.long),
-    ],
+    ("network", "ranks", "words", "said"),
+    quickly(REFUSED, *(case for case in REFUSED if case[1] < 4 and case[2] != UNUSED)),
 )
-def test_a_forward_that_replaces_parameters_is_refused(processes: Processes, size: int, case: Case) -> None:
-    for said in processes.run(size, refused, Codebook, case.but(steps=1)):
-        assert said.startswith("the forward puts new parameters in the place of mean: ")
+def test_what_cannot_be_trained_so_is_refused(train: Train, network: Any, ranks: int, words: str, said: str) -> None:
+    assert re.search(said, train.refused(f"loop.steps=1 {words}", ranks, model=network, code=None))
 
 
 @dataclass
@@ -399,31 +437,15 @@ class Named(Plain):
         return super().metrics(output.logits, target)
 
 
-EVERYWHERE = [
-    (1, Case("dp")),
-    (2, Case("ddp", {"find_unused_parameters": True})),
-    (2, Case("ddp", {"static_graph": True})),
-    (2, Case("zero1")),
-    (2, Case("tp")),
-    (2, Case("fsdp")),
-]
-PIPELINE = (2, Case("pp"))
+EVERYWHERE = [(2, UNUSED), (2, "strategy=zero1"), (2, "strategy=tp"), (2, "strategy=fsdp"), (2, "strategy=pp")]
+OUTPUTS = [(network, *where) for network in (Answers, Outputs) for where in ((1, "strategy=dp"), *EVERYWHERE)]
+OUTPUTS.append((Answers, 2, "strategy=ddp strategy.static_graph=true"))
 
 
 @pytest.mark.parametrize(
-    ("network", "size", "case"),
-    [
-        *quickly(
-            [(Answers, *where) for where in (*EVERYWHERE, PIPELINE)], (Answers, *EVERYWHERE[-1]), (Answers, *PIPELINE)
-        ),
-        *[pytest.param(Outputs, size, case, marks=pytest.mark.long) for size, case in (*EVERYWHERE, PIPELINE)],
-    ],
+    ("network", "ranks", "words"), quickly(OUTPUTS, (Answers, *EVERYWHERE[-2]), (Outputs, *EVERYWHERE[-1]))
 )
 def test_an_output_that_is_no_tensor_goes_through_loss_and_evaluation(
-    processes: Processes, network: type[nn.Module], size: int, case: Case
+    train: Train, network: Any, ranks: int, words: str
 ) -> None:
-    case = case.but(steps=5, micro_batches=2)
-    (reference,) = processes.run(1, with_special, Net, Plain, case.but(strategy="single", fields={}))
-    for rank in processes.run(size, with_special, network, Named, case):
-        assert max(abs(a - b) for a, b in zip(rank["norms"], reference["norms"], strict=True)) < 1e-10
-        assert rank["figures"] == pytest.approx(reference["figures"], abs=1e-10)
+    alike(train(f"loop.steps=5 {words} loop.micro_batches=2", ranks, model=network, task=Named), train("loop.steps=5"))

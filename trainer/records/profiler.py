@@ -34,7 +34,9 @@ class StepProfiler(NoProfiler):
         activities = {ProfilerActivity.CPU} if device.type == "cpu" else supported_activities()
         # the profiler's first step is slow and full of its own work: the one before the window takes that
         window = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
-        self._profiler = profile(activities=activities, schedule=window, on_trace_ready=self._write, acc_events=True)
+        self._profiler = profile(
+            activities=activities, schedule=window, on_trace_ready=self._write, record_shapes=True, acc_events=True
+        )
         # from here on each step costs a little, also those that only count towards the window
         self._profiler.start()
 
