@@ -330,11 +330,11 @@ class Steps(Plain):
 
 
 class Contrast(Plain):
-    """Every sample against every other of the global batch."""
+    """Every sample against every other of the global batch; the next one in their order is alike."""
 
     def loss(self, output: Tensor, target: Any) -> Any:
         likeness = gather(output) @ gather(output).T
-        return F.cross_entropy(likeness, torch.arange(len(likeness), device=output.device))
+        return F.cross_entropy(likeness, torch.arange(len(likeness), device=output.device).roll(1))
 
 
 class Tokens:

@@ -69,13 +69,17 @@ def name_of(kind: Callable[..., Any]) -> str:
 
 
 def typed(words: str = "", model: Any = networks.Net, task: Any = networks.Plain, **more: Any) -> list[str]:
-    """The words of a command: the last of several for one key counts. model: a class, or the words of a decoder."""
+    """The words of a command: the last of several for one key counts. model: a class, or the words of a decoder.
+
+    task: None where the words say which, and which data.
+    """
     parts: dict[str, str] = {}
     if isinstance(model, str):
         parts["+model.words"] = f"'{model}'"
         model = networks.decoder
     data = more.pop("data", None) or DATA.get(task, networks.ToyData)
-    parts |= {f"{group}._target_": name_of(kind) for group, kind in (("model", model), ("task", task), ("data", data))}
+    kinds = {"model": model} if task is None else {"model": model, "task": task, "data": data}
+    parts |= {f"{group}._target_": name_of(kind) for group, kind in kinds.items()}
     if task is networks.Next and "packed" in more:
         parts |= {"+task.pack": "true", "data._target_": name_of(networks.PackedData)}
     for word in f"{COMMON} {words}".split():
@@ -110,7 +114,7 @@ class Train:
         how: Any = "here" if ranks == 1 and "strategy=single" in case else "group"
         return run([*case, f"run.dir={self.count}"], ranks, how, place=self._place, code=code)
 
-    def refused(self, words: str = "", ranks: int = 1, code: int = 2, **parts: Any) -> str:
+    def refused(self, words: str = "", ranks: int = 1, code: int | None = 2, **parts: Any) -> str:
         """What it says where it does not work."""
         return self.run(typed(words, **parts), ranks, code).out
 

@@ -1,234 +1,257 @@
-"""Sequences cut over ranks: networks of others, what travels, masks, and the words for what cannot be cut."""
+"""Sequences cut over ranks: networks of others, shares of the work, masks, and the words for what cannot be cut."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from tests.commands import lines
-from tests.inside import product
-from tests.processes import Processes
-from tests.quick import quickly
-from tests.strategies.counting import collectives_of_a_step
-from tests.strategies.sequences import LENGTH, NETWORKS, Next, TokenData
-from tests.strategies.toys import BATCH, STRATEGIES, Case, built, run
-from trainer.data.dataset_reader import LoaderOptions
-from trainer.data.loader import TrainLoader
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
-from trainer.parallel.context_parallel import Pieces, rank_pieces
-from trainer.parallel.rng.random_draw import DrawSites, TensorPart, find_part
-from trainer.strategies.machine import Machine
-from trainer.strategies.tp import TP
-
-OTHERS = [
-    ("looking", "each"),
-    ("looking", "each of six"),  # 6 / 4 pieces is not whole
-    ("attending", "each"),
-    ("attending", "each of six"),
-    ("attending by others", "each"),
-]
+from tests.ranks import Processes
+from tests.run import lines, quickly, run
+from tests.strategies.networks import CLASSES, LENGTH, VOCABULARY, Next, TokenData, Tokens
+from tests.strategies.runs import Train, alike
+from trainer import GatheredKeys, Plan, ShiftedPlaces, Task
 
 
-@pytest.mark.parametrize(("network", "task"), OTHERS)
-def test_a_network_of_others_learns_from_stretches_by_its_plan(processes: Processes, network: str, task: str) -> None:
-    case = Case(network=network, task=task, precision="fp64", steps=4)
-    (reference,) = processes.run(1, run, case)
-    # samples weigh alike, so no rank asks another for their weight
-    for rank in processes.run(2, run, case.but(strategy="cp", micro_batches=2)):
-        assert rank["losses"] == pytest.approx(reference["losses"], rel=1e-10)
-        assert rank["norms"] == pytest.approx(reference["norms"], rel=1e-10)
-        assert rank["figures"] == pytest.approx(reference["figures"], rel=1e-10)
+class Look(nn.Module):
+    """Attention of the last tokens that are there: (B, T, width), (B, S, width) and the same to (B, T, width)."""
+
+    def __init__(self, file: str = "") -> None:
+        super().__init__()
+        self.file = file  # where each training step says how many pairs of a query and a key it has computed
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.file and q.requires_grad and q.shape[0] == 24:
+            queries, keys = q.shape[1], k.shape[1]
+            with Path(f"{self.file}-{dist.get_rank() if dist.is_initialized() else 0}").open("a") as file:
+                file.write(f"{queries * keys - queries * (queries - 1) // 2}\n")  # each query sees one key more
+        later = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+        return (q @ k.transpose(1, 2)).masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
-def test_context_ranks_send_keys_and_values_and_each_gradient_once(processes: Processes) -> None:
-    case = Case("cp", network="llama", task="next")
-    one, four = (
-        [size for _, size in processes.run(2, collectives_of_a_step, case.but(micro_batches=n))[0]] for n in (1, 4)
-    )
-    parameters = sum(parameter.numel() for parameter in NETWORKS["llama"]().parameters())
-    # two layers with two heads of keys and values of width 4: gathered, and their gradients, which gloo adds up whole
-    stretch = 4 * BATCH * 2 * (LENGTH // 2) * (4 + 4)
-    assert [size for size in one if size > 1000] == sorted([stretch, stretch, 2 * stretch, 2 * stretch, 4 * parameters])
-    # what is left are a byte for each parameter, and sums of losses and of their weights
-    assert sum(size for size in one if size <= 1000) < 100
-    assert four.count(4 * parameters) == 1
-    assert sum(size for size in four if size > 100) == sum(size for size in one if size > 100)
+class Looking(nn.Module):
+    """Numbers (B, T) to a class for each of them; a plan for stretches, and for nothing else."""
+
+    def __init__(self, file: str = "") -> None:
+        super().__init__()
+        self.embed, self.place = nn.Linear(1, 8), nn.Embedding(LENGTH, 8)
+        self.look, self.head = Look(file), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x[..., None]) + self.place(torch.arange(x.shape[1]))
+        return self.head(x + self.look(x, x, x))
+
+    def plan(self) -> Plan:
+        return Plan(context={"look": GatheredKeys(dim=1), "place": ShiftedPlaces()})
 
 
-def seen(launch: Launch, place: Path, words: list[str]) -> int:
-    """How many pairs of a query and a key that it sees are computed in a run."""
-    pairs = 0
+class Turn(nn.Module):
+    """Tells tokens where they are: (B, heads, T, head), with the place of the first one, or the places of all."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
-        nonlocal pairs
-        queries, keys = q.shape[2], k.shape[2]
-        pairs += q.shape[:2].numel() * (queries * keys - queries * (queries - 1) // 2)  # each query one key more
-        return scaled_dot_product_attention(q, k, v, **more)
-
-    # without the forwards of whole sequences at the start, which look for draws
-    without = patch("trainer.strategies.base.find_draw_sites", lambda *_: DrawSites())
-    with without, patch("recipes.language.causal.scaled_dot_product_attention", attend):
-        assert product(launch, place, words) == 0
-    return pairs
+    def forward(self, x: Tensor, start: int | Tensor) -> Tensor:
+        places = start if isinstance(start, Tensor) else torch.arange(start, start + x.shape[2])
+        return x + (places[:, None] * 0.3).sin()
 
 
-@pytest.mark.parametrize("ranks", quickly([2, 3], 3))
-def test_context_ranks_compute_the_same_share_of_attention(processes: Processes, tmp_path: Path, ranks: int) -> None:
-    words = [*BOOK, "data.length=12", "data.held=0", "loop.steps=1", "loop.global_batch=2", "run.dir=run"]
-    (whole,) = processes.run(1, seen, tmp_path, [*words, "strategy=single"])
-    words[-1] = "run.dir=stretches"
-    assert processes.run(ranks, seen, tmp_path, [*words, "strategy=cp"]) == [whole / ranks] * ranks
+class Heads(nn.Module):
+    """Attention as others write it: drops in two ways, moves tokens to (B, T, heads, head), and shows its weights."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__()
+        self.drop = drop
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, opened: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
+        length, seen = q.shape[2], k.shape[2]
+        sees = torch.ones(length, seen, dtype=torch.bool).tril(seen - length)
+        drops = 0.3 * self.training
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, dropout_p=drops)
+        mixed = mixed + F.scaled_dot_product_attention(q, k, v, attn_mask=sees, dropout_p=drops)
+        return self.drop((opened * mask * mixed).transpose(1, 2)), (q @ k.mT).softmax(-1)
 
 
-def kept(launch: Launch, word: str) -> int:
-    """Bytes that a step keeps for its backward, besides the parameters."""
-    data, storages = TokenData(), {}
-
-    def keep(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu")) as strategy:
-        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 1, LoaderOptions())
-        parallel_model = strategy.build(Next(), built(strategy, NETWORKS["gpt"]), stream.example())
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            parallel_model.forward_backward(next(stream.epoch(0)), 0)
-        own = {parameter.untyped_storage().data_ptr() for parameter in parallel_model.network.parameters()}
-    return sum(storage.nbytes() for at, storage in storages.items() if at not in own)
+PLACES = {"place": ShiftedPlaces(), "first": ShiftedPlaces(1, dim=2), "all": ShiftedPlaces(1, dim=-2)}
 
 
-@pytest.mark.long
-def test_activations_fall_with_the_degree(processes: Processes) -> None:
-    (alone,), two, four = (processes.run(n, kept, word) for n, word in ((1, "single"), (2, "cp"), (4, "cp")))
-    # all but keys and values, which are those of whole sequences
-    assert max(two) < 0.65 * alone
-    assert max(four) < 0.45 * alone
-
-
-class Drawing(Next):
-    """Says what a generator would give next, whenever a loss is computed."""
+class Attending(nn.Module):
+    """Numbers (B, T) to a class for each of them; a module that drops is called inside and outside of attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn: list[float] = []
+        self.drop, self.embed, self.place = nn.Dropout(0.2), nn.Linear(1, 12), nn.Embedding(LENGTH, 12)
+        self.first, self.all, self.core, self.head = Turn(), Turn(), Heads(self.drop), nn.Linear(12, CLASSES)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor | dict[str, Tensor]:
-        self.drawn.append(float(torch.rand(())))
-        return super().loss(output, target)
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        x = self.drop(self.embed(x[..., None]) + self.place(places))
+        for _ in range(2):
+            heads = x.unflatten(-1, (3, 4)).transpose(1, 2)  # (B, heads, T, head)
+            q, k = self.first(heads, 0), self.all(heads, places)
+            mask = torch.ones(1, 1, x.shape[1], 1, dtype=x.dtype)
+            x = x + self.core(q, k, heads, heads.sigmoid(), mask=mask)[0].flatten(2)
+        return self.head(self.drop(x))
 
-
-def drawn(launch: Launch, word: str) -> list[float]:
-    """One step of two micro-batches."""
-    task, data = Drawing(), TokenData()
-    with STRATEGIES[word](machine=Machine(launch=launch, device="cpu", seed=3, dropout="native")) as strategy:
-        stream = TrainLoader(data, data.train(), strategy.slice, BATCH, 2, LoaderOptions())
-        parallel_model = strategy.build(task, built(strategy, NETWORKS["gpt"]), stream.example())
-        parallel_model.forward_backward(next(stream.epoch(0)), 0)
-    return task.drawn
-
-
-def test_masks_differ_over_context_ranks(processes: Processes) -> None:
-    (alone,), (first, second) = processes.run(1, drawn, "single"), processes.run(2, drawn, "cp")
-    assert first == alone
-    assert len({*first, *second}) == 4
+    def plan(self) -> Plan:
+        return Plan(context={"core": GatheredKeys(), **PLACES})
 
 
-def refused(launch: Launch, place: Path, words: list[str]) -> str:
-    """What the command says where it cannot work."""
-    try:
-        product(launch, place, words)
-    except Refusal as refusal:
-        return str(refusal)
-    return "nothing"
+class InOnePiece(ParallelStyle):
+    """What somebody else may have written for attention, who takes it that a rank's tokens are one piece."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            own = [DTensor.from_local(x, device_mesh, [Shard(2)]) for x in args[1:3]]
+            wholes = [x.full_tensor(grad_placements=[Partial()]) for x in own]
+            seen = (device_mesh.get_local_rank() + 1) * args[0].shape[2]
+            return args[0], *(whole[:, :, :seen] for whole in wholes), *args[3:]
+
+        module.register_forward_pre_hook(gather)
+        return module
 
 
-BOOK = ["data=text", "task=language", "model=gpt_nano", "model.width=16", "model.depth=2", "data.length=8"]
+class AttendingByOthers(Attending):
+    def plan(self) -> Plan:
+        return Plan(context={"core": InOnePiece(), **PLACES})
+
+
+class Numbers(Tokens):
+    """The same as numbers, and a class for each of them."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__(size, seed)
+        self.targets = self.tokens[:, 1:] % CLASSES
+        self.tokens = self.tokens / VOCABULARY
+
+
+class Sixes(Numbers):
+    """Six of them: three for each of two ranks, which is one piece."""
+
+    length = 6
+
+
+class NumberData(TokenData):
+    kind = Numbers
+
+
+class SixData(TokenData):
+    kind = Sixes
+
+
+class Each(Task):
+    """A class for each number of a sample; samples weigh alike."""
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
+        return {"correct": (output.argmax(-1) == target).sum()}
+
+
+@pytest.mark.parametrize(
+    ("network", "data"),
+    [
+        (Looking, NumberData),
+        (Looking, SixData),  # 6 / 4 pieces is not whole
+        (Attending, NumberData),
+        (Attending, SixData),
+        (AttendingByOthers, NumberData),
+    ],
+)
+def test_a_network_of_others_learns_from_stretches_by_its_plan(train: Train, network: Any, data: Any) -> None:
+    # samples weigh alike, so no rank asks another for their weight
+    parts = {"model": network, "data": data, "task": Each}
+    alike(train("strategy=cp loop.steps=4 loop.micro_batches=2", 2, **parts), train("loop.steps=4", **parts))
+
+
+class Twelve(Numbers):
+    length = 12
+
+
+class TwelveData(TokenData):
+    kind = Twelve
+
+
+class SixOf(Tokens):
+    length = 6
+
+
+class SixTokens(TokenData):
+    kind = SixOf
+
+
+@pytest.mark.parametrize("ranks", quickly([2, 3], 2))
+def test_context_ranks_compute_the_same_share_of_attention(train: Train, tmp_path: Path, ranks: int) -> None:
+    def pairs(words: str) -> list[int]:
+        file = tmp_path / str(ranks)
+        words = f"{words} loop.steps=1 loop.global_batch=24 loop.eval_batch=25 +model.file={file}"
+        train(words, ranks, model=Looking, data=TwelveData if ranks == 3 else NumberData, task=Each)
+        return [sum(map(int, Path(f"{file}-{rank}").read_text().split())) for rank in range(ranks)]
+
+    length = 12 if ranks == 3 else LENGTH
+    whole = length * (length + 1) // 2
+    assert pairs("strategy=cp") == [whole / ranks] * ranks
+
+
+BOOK = "data=text task=language model=gpt_nano model.width=16 model.depth=2 data.length=8 strategy=cp run.dir=run"
 WORDS = {
     "a network without a plan": (
-        ["strategy=cp", "model=cnn"],
+        "model=cnn strategy=cp",
         "CNN cannot be trained on stretches of its sequences: its plan has no context=",
     ),
     "tokens": (
-        [*BOOK, "strategy=cp", "data.length=9"],
+        f"{BOOK} data.length=9",
         "inputs has sequences of 9 tokens, and 9 / 2 context ranks is not whole; lengths that work: 8 and 10",
     ),
     "stages": (
-        [*BOOK, "strategy=mesh", "strategy.pipe=2", "strategy.context=2"],
+        f"{BOOK} strategy=mesh strategy.pipe=2 strategy.context=2",
         "the stages of a pipeline take whole sequences; strategy.pipe=1 with",
     ),
-    "ddp": ([*BOOK, "strategy=ddp", "strategy.context=2"], "It is a key of strategy=cp or ddp_cp or"),
+    "ddp": (f"{BOOK} strategy=ddp strategy.context=2", "It is a key of strategy=cp or ddp_cp or"),
     "processes": (
-        [*BOOK, "strategy=ddp_cp", "strategy.context=4"],
+        f"{BOOK} strategy=ddp_cp strategy.context=4",
         "2 processes / (strategy.context 4 × strategy.tensor 1 = 4) is not whole; nearest: strategy.context=2",
     ),
 }
 
 
+def typed(words: str) -> list[str]:
+    """Of several words for one key the last."""
+    return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in words.split()).items()]
+
+
 @pytest.mark.parametrize("what", WORDS)
 def test_what_cannot_be_cut_is_refused_before_any_group(processes: Processes, tmp_path: Path, what: str) -> None:
     words, said = WORDS[what]
-    answers = processes.run(2, refused, tmp_path, [*words, "run.dir=run"])
-    assert all(said in answer for answer in answers), answers
+    ended = run(typed(words), 2, "group", place=tmp_path, code=2)
+    assert said in ended.out
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("size", "ranks"), [(6, 1), (6, 2), (6, 3), (12, 4)])
-def test_tensor_ranks_that_cut_a_stretch_once_more_know_its_places(size: int, ranks: int) -> None:
-    """A stretch of so many tokens, the second of three context ranks'; the tensor ranks' parts are equal."""
-    stretch = rank_pieces(1, 3, size, 2)
-    places = [*range(size // 2, size), *range(2 * size, 5 * size // 2)]
-    for rank in range(ranks):
-        pieces = stretch.part(Pieces((rank,), ranks))
-        part = find_part((3 * size, 4), (size // ranks, 4), pieces, loosely=False)
-        assert part is not None
-        assert (part.dim, part.size) == (1, 3 * size)
-        own = places[rank * size // ranks : (rank + 1) * size // ranks]
-        assert [place for each in part.places for place in each] == own
+def test_stretches_that_tensor_ranks_split_again_must_divide_too(train: Train) -> None:
+    words = "strategy=ddp_cp strategy.context=2 strategy.tensor=2"
+    said = train.refused(words, 4, model="llama sequence", task=Next, data=SixTokens)
+    assert "6 / 2 context ranks / 2 tensor ranks is not whole; lengths that work: 4 and 8" in said
 
 
-def test_heads_of_a_tensor_rank_are_told_from_tokens_that_are_as_many_as_its_channels() -> None:
-    """Weights of attention by hand, (heads, tokens, tokens): 16 · 16 is what a rank has of 4 heads of width 128."""
-    part = find_part((4, 16, 16), (2, 16, 16), Pieces((1,), 2), loosely=False)
-    assert part == TensorPart(1, (range(2, 4),), 4)
-
-
-def test_of_two_dimensions_at_once_no_part_is_known() -> None:
-    """Weights of attention, (heads, tokens, tokens), whose heads tensor ranks share and whose tokens context ranks."""
-    stretch, heads = rank_pieces(0, 2, 6, 2), Pieces((1,), 2)
-    for pieces in (stretch, heads, stretch.part(heads)):
-        assert find_part((2, 12, 12), (1, 6, 12), pieces, loosely=False) is None
-
-
-def test_stretches_that_tensor_ranks_split_again_must_divide_too() -> None:
-    strategy = TP(context=2, tensor=2)
-    plan, example = NETWORKS["llama sequence"](), torch.zeros(2, 6, dtype=torch.int64)
-    with pytest.raises(Refusal, match=r"6 / 2 context ranks / 2 tensor ranks is not whole; lengths that work: 4 and 8"):
-        strategy.refuse_forward(Next(), plan, 4, lambda: (example, example))
-    strategy.refuse_forward(Next(), NETWORKS["llama"](), 4, lambda: (example, example))
-    with pytest.raises(Refusal, match=r"targets has the shape \(2,\), without tokens"):
-        strategy.refuse_forward(Next(), plan, 4, lambda: (torch.zeros(2, 8), torch.zeros(2)))
-
-
-@pytest.mark.long
-def test_a_run_on_stretches_is_evaluated_by_any_strategy_and_predicts_nothing(
+def test_what_is_trained_on_stretches_is_evaluated_by_any_strategy_and_predicts_nothing(
     processes: Processes, tmp_path: Path
 ) -> None:
-    words = [*BOOK, "data.held=0.001", "loop.steps=2", "loop.global_batch=8", "strategy=cp", "run.dir=run"]
-    assert processes.run(2, product, tmp_path, words) == [0, 0]
-    (trained,) = lines(tmp_path / "run", "eval")
-    assert processes.run(2, product, tmp_path, ["run.dir=run", "job=evaluate"]) == [0, 0]
-    assert product(Launch(), tmp_path, ["run.dir=run", "job=evaluate", "strategy=single"]) == 0
-    for again in lines(tmp_path / "run" / "evaluate", "eval"):
+    words = f"{BOOK} data.held=0.001 loop.steps=2 loop.global_batch=8"
+    trained = run(typed(words), 2, "group", place=tmp_path).lines("eval")[-1]
+    for ranks, more in ((2, []), (1, ["strategy=single"])):
+        how: Any = "group" if ranks > 1 else "here"
+        run(["run.dir=run", "job=evaluate", *more], ranks, how, place=tmp_path)
+        again = lines(tmp_path / "run" / "evaluate", "eval")[-1]
         assert again["samples"] == trained["samples"]
         assert again["perplexity"] == pytest.approx(trained["perplexity"], rel=1e-5)
     # one rank continues a text by itself, with the plain network
-    assert product(Launch(), tmp_path, ["run.dir=run", "job=generate", "job.tokens=2", "job.prompt=Call me"]) == 0
-    said = "job=predict needs outputs of whole sequences"
-    assert all(said in one for one in processes.run(2, refused, tmp_path, ["run.dir=run", "job=predict"]))
+    run(["run.dir=run", "job=generate", "job.tokens=2", "job.prompt=Call me"], place=tmp_path)
+    said = run(["run.dir=run", "job=predict"], 2, "group", place=tmp_path, code=2).out
+    assert "job=predict needs outputs of whole sequences" in said

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from torch import Tensor, nn
 
-from tests.processes import Processes
-from tests.quick import quickly
-from tests.strategies.toys import CLASSES, NETWORKS, WIDTH, Activated, Case, Plain, run
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.run import far
+from tests.strategies.networks import CLASSES, WIDTH, Activated, Plain
+from tests.strategies.runs import Train
+from trainer import Refusal
 from trainer.strategies.ddp import DDP
-from trainer.strategies.machine import Machine
 
 
 class Forgetful(nn.Module):
@@ -35,88 +30,38 @@ class Median(nn.BatchNorm1d):
         return x - x.median(0).values
 
 
-class Following(nn.Module):
-    """Each forward in training moves a frozen layer towards one that learns, as MoCo's key encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.key.weight.lerp_(self.query.weight, 0.1)
-        return self.query(x) + self.key(x)
-
-
 class Frozen(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, CLASSES)
         self.requires_grad_(False)
 
 
-def with_network(launch: Launch, kind: type[nn.Module], case: Case) -> Any:
-    NETWORKS["special"] = kind
-    try:
-        return run(launch, case.but(network="special"))
-    except Refusal as refusal:
-        return str(refusal)
+def test_parameters_without_a_gradient_are_named_with_the_field_to_set_and_train_with_it(train: Train) -> None:
+    said = train.refused("strategy=ddp", 2, model=Forgetful)
+    assert "idle.weight, idle.bias" in said
+    assert "strategy.find_unused_parameters=true" in said
+    words = "strategy=ddp strategy.find_unused_parameters=true loop.micro_batches=2"
+    assert far(train(words, 2, model=Forgetful).losses, train(model=Forgetful).losses) < 1e-10
 
 
-def test_parameters_without_a_gradient_are_named_with_the_field_to_set(processes: Processes) -> None:
-    for said in processes.run(2, with_network, Forgetful, Case("ddp")):
-        assert "idle.weight, idle.bias" in said
-        assert "strategy.find_unused_parameters=true" in said
-
-
-def test_a_frozen_parameter_that_a_forward_moves_begins_where_it_was(processes: Processes) -> None:
-    (reference,) = processes.run(1, with_network, Following, Case())
-    for rank in processes.run(2, with_network, Following, Case("ddp")):
-        assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-6
-
-
-def test_with_that_field_they_train(processes: Processes) -> None:
-    (reference,) = processes.run(1, with_network, Forgetful, Case())
-    case = Case("ddp", {"find_unused_parameters": True}, micro_batches=2)
-    for rank in processes.run(2, with_network, Forgetful, case):
-        assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < 1e-3
-
-
-def test_a_batch_norm_whose_statistics_cannot_be_synchronised_is_refused() -> None:
+def test_what_it_cannot_train_is_refused(train: Train) -> None:
     network = nn.Sequential(Activated(3), Median(3))
-    DDP(machine=Machine()).check(Plain(), network, 2)
-    DDP(machine=Machine(), sync_bn=True).check(Plain(), network[:1], 2)
+    DDP().check(Plain(), network, 2)
+    DDP(sync_bn=True).check(Plain(), network[:1], 2)
     with pytest.raises(Refusal, match=r"strategy.sync_bn=true: 1 is a Median, whose forward does not call torch's"):
-        DDP(machine=Machine(), sync_bn=True).check(Plain(), network, 2)
-
-
-def test_nothing_to_train_is_refused(processes: Processes) -> None:
-    assert all("no trainable parameter" in said for said in processes.run(2, with_network, Frozen, Case("ddp")))
+        DDP(sync_bn=True).check(Plain(), network, 2)
+    assert "no trainable parameter" in train.refused("strategy=ddp", 2, model=Frozen)
 
 
 @pytest.mark.parametrize(
     ("fields", "close"),
     [
-        ({"static_graph": True}, 1e-3),
-        ({"bucket_mb": 1}, 1e-3),
-        ({"compress": "bf16"}, 0.05),
-        ({"compress": "fp16"}, 0.05),
+        ("strategy.static_graph=true strategy.bucket_mb=1", 1e-10),
+        ("strategy.compress=bf16 precision=fp32", 0.05),
+        ("strategy.compress=fp16 precision=fp32", 0.05),
     ],
 )
-def test_every_field_trains_to_the_same_curve(processes: Processes, fields: dict[str, Any], close: float) -> None:
-    (reference,) = processes.run(1, run, Case())
-    for rank in processes.run(2, run, Case("ddp", fields, micro_batches=2)):
-        assert max(abs(a - b) for a, b in zip(rank["losses"], reference["losses"], strict=True)) < close
-
-
-@pytest.mark.parametrize(
-    ("strategy", "precision"),
-    quickly([(word, of) for word in ("ddp", "tp") for of in ("bf16", "fp16")], ("ddp", "fp16"), ("tp", "bf16")),
-)
-def test_reduced_precision_trains_alike_on_all_ranks(processes: Processes, precision: str, strategy: str) -> None:
-    one, other = processes.run(2, run, Case(strategy, precision=precision))
-    assert one["losses"] == other["losses"]
-    assert one["losses"][-1] < one["losses"][0]
-    assert one["weights"] == other["weights"]
-    assert all(torch.tensor(one["norms"]).isfinite()) or precision == "fp16"
-    assert ("scaler/scale" in one["state"]) == (precision == "fp16")
+def test_every_field_trains_to_the_same_curve(train: Train, fields: str, close: float) -> None:
+    seen, alone = train(f"strategy=ddp loop.micro_batches=2 {fields}", 2), train()
+    assert far(seen.losses, alone.losses) < close
+    assert "fp32" not in fields or far(seen.norms, alone.norms) > 1e-5  # what was sent was rounded

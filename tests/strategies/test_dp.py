@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from tests.strategies.toys import STRATEGIES, Case, run
-from trainer.data.nested_tensors import first_tensor, slice_rows
-from trainer.launch.rendezvous import Launch
-from trainer.learning.task import Task
-from trainer.messages import Refusal
-from trainer.parallel.compile import CompileSettings
+from tests.run import far, run
+from tests.strategies.networks import DrawingNet, Plain, Weighted
+from tests.strategies.runs import Train, alike, name_of, typed
+from trainer import Refusal
 from trainer.strategies.dp import DP, Replicas
-from trainer.strategies.machine import Machine
 
 
 class Threads(nn.Module):
@@ -31,9 +27,9 @@ class Threads(nn.Module):
         self.step, self.count = step, count
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        size = first_tensor(targets).shape[0]
+        size = len(inputs)
         bounds = [size * part // self.count for part in range(self.count + 1)]
-        parts = [(slice_rows(inputs, a, b, size), slice_rows(targets, a, b, size)) for a, b in pairwise(bounds)]
+        parts = [(inputs[a:b], tuple(target[a:b] for target in targets)) for a, b in pairwise(bounds)]
         replicas = [_replica(self.step) for _ in parts]
         with ThreadPoolExecutor(self.count) as pool:
             return torch.cat(list(pool.map(lambda replica, part: replica(*part), replicas, parts)))
@@ -55,19 +51,10 @@ class OnThreads(DP):
         return Threads(step, 3)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("task", ["plain", "weighted"])
-def test_replicas_in_threads_give_the_curve_of_one_device(
-    monkeypatch: pytest.MonkeyPatch, task: str, micro_batches: int
-) -> None:
-    monkeypatch.setitem(STRATEGIES, "threads", OnThreads)
-    case = Case(precision="fp64", task=task)
-    reference = run(Launch(), case)
-    dealt = run(Launch(), case.but(strategy="threads", micro_batches=micro_batches))
-    assert max(abs(a - b) for a, b in zip(dealt["losses"], reference["losses"], strict=True)) < 1e-10
-    assert max(abs(a - b) for a, b in zip(dealt["norms"], reference["norms"], strict=True)) < 1e-10
-    assert dealt["names"] == reference["names"]
-    assert dealt["figures"] == pytest.approx(reference["figures"], abs=1e-9)
+@pytest.mark.parametrize(("task", "micro_batches"), [(Plain, 1), (Weighted, 2)])
+def test_replicas_in_threads_give_the_curve_of_one_device(train: Train, task: Any, micro_batches: int) -> None:
+    words = f"strategy=dp strategy._target_={name_of(OnThreads)} loop.micro_batches={micro_batches}"
+    alike(train(words, task=task), train(task=task))
 
 
 @dataclass
@@ -106,56 +93,50 @@ def test_without_two_gpus_it_says_so_in_one_line() -> None:
         assert "like strategy=single" in notes[0]
 
 
-def test_several_processes_are_refused_with_the_strategy_that_wants_them() -> None:
+class Two(OnThreads):
+    """As on a machine with two GPUs."""
+
+    def devices(self) -> list[int]:
+        return [0, 1]
+
+
+def test_several_processes_and_compiled_replicas_are_refused(train: Train) -> None:
+    """A compiled replica would compute with the weights of the first one."""
     with pytest.raises(Refusal, match="2 were started; use strategy=ddp"):
         DP().data_ranks(2)
-
-
-def test_compiled_replicas_would_compute_with_the_first_ones_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     network = nn.Linear(2, 2)
     network.compile(backend="eager")
     replica = _replica(network)
     replica.weight = torch.zeros(2, 2)  # as on another GPU
-    assert torch.equal(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))  # hence the refusal
-    compiling = DP(machine=Machine(compile=CompileSettings()))
-    for count in (1, 2):
-        monkeypatch.setattr(DP, "devices", lambda self, count=count: list(range(count)))
-        with (
-            pytest.raises(Refusal, match=r"compile.mode=default.*use compile.mode=null") if count > 1 else nullcontext()
-        ):
-            compiling.check(Task(), network, 1)
+    assert torch.equal(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))
+    words = f"strategy=dp strategy._target_={name_of(Two)} compile.mode=default"
+    assert "use compile.mode=null" in train.refused(words)
 
 
-def test_every_gpu_draws_its_own_numbers_and_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    generators = [torch.Generator() for _ in range(3)]
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(DP, "devices", lambda self: [0, 1, 2])
-    drawn = []
+class Drawing(Two):
+    drawn: ClassVar[list[list[int]]] = []
 
-    class Drawing(OnThreads):
-        def replicas(self, step: nn.Module) -> Callable[[Any, Any], Any]:
-            def forward(*batch: Any) -> Any:
-                drawn.append([generator.initial_seed() for generator in generators[1:]])
-                return step(*batch)
+    def replicas(self, step: nn.Module) -> Callable[[Any, Any], Any]:
+        def forward(*batch: Any) -> Any:
+            self.drawn.append([generator.initial_seed() for generator in torch.cuda.default_generators])
+            return step(*batch)
 
-            return forward
+        return forward
 
-    monkeypatch.setitem(STRATEGIES, "drawing", Drawing)
-    for _ in range(2):
-        run(Launch(), Case("drawing", micro_batches=2, steps=2))
-    half = len(drawn) // 2
-    assert drawn[:half] == drawn[half:]
-    training = drawn[:4]  # two steps of two micro-batches
-    assert len({seed for seeds in training for seed in seeds}) == 8
+
+def test_every_gpu_draws_its_own_numbers_and_the_same_in_every_run(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(2)))
+    words = f"strategy=dp strategy._target_={name_of(Drawing)} loop.micro_batches=2 loop.steps=2"
+    for name in ("one", "again"):
+        run([*typed(words), f"run.dir={name}"], place=tmp_path)
+    half = len(Drawing.drawn) // 2
+    assert Drawing.drawn[:half] == Drawing.drawn[half:]
+    assert len({seeds[1] for seeds in Drawing.drawn[:half]}) >= 4  # two steps of two micro-batches
 
 
 @pytest.mark.gpu(2)
-def test_two_gpus_repeat_their_random_numbers() -> None:
-    one, again = (run(Launch(), Case("dp", network="dropout", device="cuda")) for _ in range(2))
-    assert one["losses"] == again["losses"]
-
-
-@pytest.mark.gpu(2)
-def test_two_gpus_give_the_curve_of_one() -> None:
-    reference, dealt = run(Launch(), Case()), run(Launch(), Case("dp", device="cuda"))
-    assert max(abs(a - b) for a, b in zip(dealt["losses"], reference["losses"], strict=True)) < 1e-3
+def test_two_gpus_give_the_curve_of_one_and_repeat_their_random_numbers(train: Train) -> None:
+    words = "precision=fp32 device=cuda strategy=dp"
+    assert far(train(words).losses, train("precision=fp32").losses) < 1e-3
+    one, again = train(words, model=DrawingNet), train(f"{words} loop.log_every=1 seed=3", model=DrawingNet)
+    assert one.losses == again.losses

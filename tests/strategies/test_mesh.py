@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Processes
+from tests.ranks import Processes
+from trainer import Refusal
 from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
 from trainer.parallel.device_mesh import make_mesh, ranks_along, resolve_degrees
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine

@@ -2,91 +2,188 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import random
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.commands import finish, single
-from tests.inside import product
-from tests.processes import Processes
-from tests.quick import quickly
-from trainer.launch.rendezvous import Launch
-from trainer.messages import FatalRunError, Refusal
-
-WORDS = ("--config-dir", "conf", "trust=[tests]", "loader.workers=0", "loop.global_batch=8", "loop.steps=6")
-NETWORKS = {
-    "blocks": "Blocks",
-    "named": "Blocks\nnamed: true",
-    "flat": "Flat",
-    "thrown": "Thrown",
-    "dropped": "Dropped",
-    "windows": "Windows",
-}
+from tests.run import far, quickly
+from tests.strategies.runs import Train, alike
+from trainer import Plan
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("sparse")
-    (place / "conf/model").mkdir(parents=True)
-    for name, target in NETWORKS.items():
-        (place / f"conf/model/{name}.yaml").write_text(f"_target_: tests.strategies.experts.{target}\n")
-    return place
+def expert(width: int) -> nn.Module:
+    """One of many."""
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
-def trained(launch: Launch, place: Path, words: list[str]) -> Any:
-    """The losses of a run's steps and of its evaluation; or how it was refused."""
-    folder = place / "-".join([f"{launch.world_size}", *(word.rsplit("=")[-1] for word in words)])
-    try:
-        assert product(launch, place, [*WORDS, "loop.log_every=1", f"run.dir={folder}", *words]) == 0
-    except (Refusal, FatalRunError) as ended:
-        return str(ended)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines]
+class Mixture(nn.Module):
+    """A mixture of experts: each token goes to the two that it scores highest."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(expert(width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for number, one in enumerate(self.experts):
+            mask = chosen == number
+            if mask.any():
+                rows, slot = torch.where(mask)
+                out.index_add_(0, rows, one(x[rows]) * weights[rows, slot, None])
+        return out
+
+
+class Block(nn.Module):
+    """A block of a transformer, but for its attention."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.norm, self.mix, self.mixture = nn.LayerNorm(width), nn.Linear(width, width), Mixture(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x)
+        return x + self.mixture(self.norm(x))
+
+
+class Blocks(nn.Module):
+    """Experts inside of blocks; the plan may name each of them, which cannot be units."""
+
+    def __init__(self, width: int = 16, experts: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(Block(width, experts) for _ in range(2))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def plan(self) -> Plan:
+        return Plan()
+
+
+class Named(Blocks):
+    def plan(self) -> Plan:
+        return Plan(shard=("blocks.*.mixture.experts.*",))
+
+
+class Flat(nn.Module):
+    """Experts in the network itself, of which each sample takes one, by a mask."""
+
+    def __init__(self, width: int = 16, experts: int = 8) -> None:
+        super().__init__()
+        self.embed, self.gate = nn.Linear(64, width), nn.Linear(width, experts)
+        self.experts = nn.ModuleList(expert(width) for _ in range(experts))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.flatten(1))
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            mask = chosen == number
+            out[mask] = self.experts[number](x[mask]) * weight[mask].unsqueeze(-1)
+        return self.head(x + out)
+
+
+class Thrown(nn.Module):
+    """Layers that a die chooses, another one on each rank after some forwards: nothing shows it beforehand."""
+
+    def __init__(self, width: int = 16, forwards: int = 3) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(64, width), nn.Linear(width, 10)
+        self.layers = nn.ModuleList(expert(width) for _ in range(2))
+        self.left = forwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        thrown = type(x) is Tensor and self.left < 1  # a forward on shapes sees nothing of it
+        self.left -= self.training
+        x = F.gelu(self.embed(x.flatten(1)))
+        return self.head(self.layers[dist.get_rank() % 2 if thrown else 0](x))
+
+
+class Dropped(nn.Module):
+    """Layers that all ranks leave out together, at random."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(64, width), nn.Linear(width, 10)
+        self.layers = nn.ModuleList(expert(width) for _ in range(4))
+        self.dice = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.flatten(1))
+        for layer in self.layers:
+            if not self.training or self.dice.random() < 0.7:
+                x = x + layer(x)
+        return self.head(x)
+
+
+class Windows(nn.Module):
+    """An evaluation goes over a picture in as many windows as it needs: other ranks call the layers less often."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(64, width), nn.Linear(width, 10)
+        self.layers = nn.ModuleList(expert(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.flatten(1))  # (B, width)
+        windows = 1 if self.training or not dist.is_initialized() else 2 + dist.get_rank()
+        return torch.stack([self._window(x) for _ in range(windows)]).mean(0)
+
+    def _window(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
 
 
 SPREAD = [
-    (2, "fsdp", []),
-    (4, "hsdp", []),
-    (2, "fsdp", ["loop.micro_batches=2", "strategy.activation_checkpointing=units"]),
-    (2, "zero1", []),
-    (2, "ddp", ["strategy.find_unused_parameters=true"]),
+    (2, "strategy=fsdp"),
+    (4, "strategy=hsdp"),
+    (2, "strategy=fsdp loop.micro_batches=2 strategy.activation_checkpointing=units"),
+    (2, "strategy=zero1"),
+    (2, "strategy=ddp strategy.find_unused_parameters=true"),
 ]
-WINDOWS = [(2, "fsdp", own) for own in ([], ["strategy.reshard_after_forward=false"])]
-CASES = [(network, *spread) for network in ("blocks", "flat") for spread in SPREAD]
-CASES += [("named", 2, "fsdp", []), *[("windows", *spread) for spread in WINDOWS]]
+CASES: list[Any] = [(network, *spread) for network in (Blocks, Flat) for spread in SPREAD]
+CASES += [(Named, 2, "strategy=fsdp")]
+COMMON = "loop.global_batch=8 loop.steps=6 data=digits task=classification loop.eval_batch=32"
 
 
-@pytest.mark.parametrize(
-    ("network", "size", "strategy", "own"), quickly(CASES, *[(name, 2, "fsdp", []) for name in ("blocks", "windows")])
-)
+@pytest.mark.parametrize(("network", "ranks", "words"), quickly(CASES, (Blocks, 2, "strategy=fsdp")))
 def test_layers_that_some_samples_use_train_as_in_one_process(
-    processes: Processes, home: Path, network: str, size: int, strategy: str, own: list[str]
+    train: Train, network: Any, ranks: int, words: str
 ) -> None:
-    words = [f"model={network}"]
-    (reference,) = processes.run(1, trained, home, [*words, "strategy=single", "run.resume=fresh"])
-    losses, *_ = processes.run(size, trained, home, [*words, f"strategy={strategy}", *own])
-    assert losses == pytest.approx(reference, rel=1e-5)
+    alike(train(f"{COMMON} {words}", ranks, model=network, task=None), train(COMMON, model=network, task=None))
 
 
-def test_who_calls_other_layers_is_refused_before_they_are_gathered(processes: Processes, home: Path) -> None:
-    said = processes.run(2, trained, home, ["model=thrown", "strategy=fsdp", "+model.forwards=0"])
-    assert len({*said}) == 1
-    assert "different modules: layers.0 on rank 0; head on rank 1. " in said[0]
-    assert not list(home.glob("*thrown*/checkpoints/*"))
+@pytest.mark.parametrize("words", quickly(["", "strategy.reshard_after_forward=false"], ""))
+def test_an_evaluation_may_call_layers_more_often_on_one_rank(train: Train, words: str) -> None:
+    parts: dict[str, Any] = {"model": Windows, "task": None}
+    alike(train(f"{COMMON} strategy=fsdp {words}", 2, **parts), train(COMMON, **parts))
 
 
-@pytest.mark.long
-def test_who_begins_to_call_other_layers_is_refused_too(home: Path) -> None:
-    words = ["model=thrown", "strategy=fsdp", "+model.forwards=3", "run.dir=late", "loop.log_every=1", "device=cpu"]
-    screen = finish(single(*WORDS, "processes=2", *words), home, code=1)
-    assert "data ranks call different modules: head on rank 1; layers.0 on others, as before. " in screen
-    steps = [json.loads(line)["step"] for line in (home / "late/metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3]  # nothing was learned from the fourth
+def test_who_calls_other_layers_is_refused_before_they_are_gathered(train: Train) -> None:
+    said = train.refused(f"{COMMON} strategy=fsdp +model.forwards=0", 2, code=1, model=Thrown, task=None)
+    assert "different modules: layers.0 on rank 0; head on rank 1. " in said
 
 
 @pytest.mark.long
-def test_layers_that_all_ranks_leave_out_together_are_no_matter(processes: Processes, home: Path) -> None:
-    losses = [processes.run(2, trained, home, ["model=dropped", f"strategy={word}"])[0] for word in ("zero1", "fsdp")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+def test_who_begins_to_call_other_layers_is_refused_too(train: Train) -> None:
+    said = train.refused(f"{COMMON} strategy=fsdp +model.forwards=3", 2, code=1, model=Thrown, task=None)
+    assert "data ranks call different modules: head on rank 1; layers.0 on others, as before. " in said
+
+
+@pytest.mark.long
+def test_layers_that_all_ranks_leave_out_together_are_no_matter(train: Train) -> None:
+    one, other = (train(f"{COMMON} strategy={word}", 2, model=Dropped, task=None) for word in ("zero1", "fsdp"))
+    assert far(one.losses, other.losses) < 1e-10
