@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from tests.commands import lines
-from tests.inside import product
-from tests.processes import Processes
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.ranks import Processes
+from tests.run import Finished, lines, quickly, run
 
 pytestmark = pytest.mark.slow
 
@@ -112,83 +107,79 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-BRIEF = ("precision=fp64", "loop.steps=6", "loop.global_batch=16", "loop.eval_every=3", "loader.workers=0")
+def train(home: Path, words: str, ranks: int = 1, code: int | None = 0) -> Finished:
+    common = "precision=fp64 loop.steps=6 loop.global_batch=16 loop.eval_every=3 loader.workers=0 data=points model=net"
+    parts = dict(word.split("=", 1) for word in f"{common} task=ranked {words}".split())
+    how: Any = "here" if ranks == 1 else "group"
+    chosen = ["--config-dir", "ranklab/conf", *(f"{key}={value}" for key, value in parts.items())]
+    return run(chosen, ranks, how, place=home, code=code)
 
 
-def train(launch: Launch, home: Path, *words: str) -> Any:
-    with patch.object(sys, "path", [str(home), *sys.path]):
-        chosen = ["--config-dir", "ranklab/conf", "data=points", "model=net", "task=ranked", *BRIEF, *words]
-        try:
-            return product(launch, home, chosen)
-        except (Refusal, ValueError) as refused:
-            return f"{type(refused).__name__}: {refused}"
-
-
-def evaluate(launch: Launch, home: Path, *words: str) -> Any:
-    with patch.object(sys, "path", [str(home), *sys.path]):
-        return product(launch, home, ["--config-dir", "ranklab/conf", "job=evaluate", *words])
-
-
-def figures(run: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name != "time"} for line in lines(run, "eval")]
+def figures(folder: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "time"} for line in lines(folder, "eval")]
 
 
 SPREAD = {
-    "ddp": (2, ["strategy=ddp", "loop.micro_batches=2", "loop.eval_batch=6"]),  # of the last one a rank has no sample
-    "fsdp": (2, ["strategy=fsdp"]),
-    "pp": (2, ["strategy=pp", "loop.micro_batches=2"]),
-    "ddp_pp": (4, ["strategy=ddp_pp", "loop.micro_batches=2"]),
+    "ddp": (2, "strategy=ddp loop.micro_batches=2 loop.eval_batch=6"),  # of the last one a rank has no sample
+    "fsdp": (2, "strategy=fsdp"),
+    "pp": (2, "strategy=pp loop.micro_batches=2"),
+    "ddp_pp": (4, "strategy=ddp_pp loop.micro_batches=2"),
 }
+AVERAGE = "ema.decay=0.5"
 
 
-@pytest.mark.long
-def test_the_area_under_the_curve_is_exact_on_any_number_of_ranks(processes: Processes, home: Path) -> None:
-    average = ["ema.decay=0.5"]
-    assert processes.run(1, train, home, f"run.dir={home / 'single'}", *average) == [0]
-    alone = figures(home / "single")
+@pytest.fixture(scope="module")
+def alone(home: Path) -> list[dict[str, Any]]:
+    return figures(train(home, f"run.dir=single {AVERAGE}").folder)
+
+
+@pytest.mark.parametrize("name", quickly(SPREAD, "ddp"))
+def test_the_area_under_the_curve_is_exact_on_any_number_of_ranks(
+    processes: Processes, home: Path, alone: list[dict[str, Any]], name: str
+) -> None:
     assert {"auc", "in_order", "accuracy", "ema_auc", "ema_in_order"} < set(alone[-1])
     assert alone[-1]["in_order"] != alone[-1]["ema_in_order"]
-    for name, (size, words) in SPREAD.items():
-        assert processes.run(size, train, home, f"run.dir={home / name}", *words, *average) == [0] * size
-        for line, other in zip(figures(home / name), alone, strict=True):
-            assert line == pytest.approx(other, abs=1e-9)
-    # a trained run is evaluated again
-    assert processes.run(2, evaluate, home, f"run.dir={home / 'single'}", "strategy=ddp") == [0, 0]
+    ranks, words = SPREAD[name]
+    for line, other in zip(figures(train(home, f"run.dir={name} {words} {AVERAGE}", ranks).folder), alone, strict=True):
+        assert line == pytest.approx(other, abs=1e-9)
+
+
+def test_a_trained_run_is_evaluated_again(processes: Processes, home: Path, alone: list[dict[str, Any]]) -> None:
+    words = ["--config-dir", "ranklab/conf", "job=evaluate", "run.dir=single", "strategy=ddp"]
+    run(words, 2, "group", place=home)
     again = lines(home / "single" / "evaluate", "eval")[-1]
     assert again["auc"] == pytest.approx(max(line["auc"] for line in alone), abs=1e-12)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        ("added", r"Refusal: Task.metrics: scores_of_each has the shape (18,) in one micro-batch and (1,)"),
-        ("kept", "Refusal: task: self.figures is a MetricCollection of torchmetrics, an object that remembers what"),
-        ("wider", "ValueError: Wider.gathered: scores changes from micro-batch to micro-batch: (B, 17) and (B, 18)"),
-        ("fewer", "ValueError: Fewer.gathered: scores is of shape (2,) for"),
-        ("twice", "Refusal: Task.gathered: loss is the name of a sum already"),
-        ("named", "Refusal: Task.metrics: loss is the name of a sum already"),
-        ("stepped", "Refusal: Task.metrics: step is the name of something else in metrics.jsonl"),
-    ],
-)
-def test_what_cannot_be_gathered_or_added_up_is_told(processes: Processes, home: Path, task: str, said: str) -> None:
+SAID = {
+    "added": r"Task.metrics: scores_of_each has the shape (18,) in one micro-batch and (1,)",
+    "kept": "task: self.figures is a MetricCollection of torchmetrics, an object that remembers what",
+    "wider": "Wider.gathered: scores changes from micro-batch to micro-batch: (B, 17) and (B, 18)",
+    "fewer": "Fewer.gathered: scores is of shape (2,) for",
+    "twice": "Task.gathered: loss is the name of a sum already",
+    "named": "Task.metrics: loss is the name of a sum already",
+    "stepped": "Task.metrics: step is the name of something else in metrics.jsonl",
+}
+
+
+@pytest.mark.parametrize("task", quickly(SAID, "fewer", "named"))
+def test_what_cannot_be_gathered_or_added_up_is_told(processes: Processes, home: Path, task: str) -> None:
     if task == "kept":
         pytest.importorskip("torchmetrics", reason="the extra bench brings it")
-    run = home / f"{task}-run"
-    words = [f"task={task}", f"run.dir={run}", "strategy=ddp", "loop.eval_batch=35"]
-    for answer in processes.run(2, train, home, *words):
-        assert answer.startswith(said)
-    if task == "kept":
-        assert not run.exists()  # before there was a group
+    ended = train(home, f"task={task} run.dir={task}-run strategy=ddp loop.eval_batch=35", 2, code=None)
+    assert SAID[task] in ended.out
+    assert ended.code == (1 if task in ("wider", "fewer") else 2)
+    assert task != "kept" or not ended.folder.exists()  # before there was a group
 
 
-def test_metrics_of_each_sample_are_refused_by_a_pipeline_too(processes: Processes, home: Path) -> None:
-    words = ["task=added", f"run.dir={home / 'added-pp'}", "strategy=pp", "loop.micro_batches=2"]
-    for answer in processes.run(2, train, home, *words):
-        assert answer.startswith("Refusal: Task.metrics: scores_of_each has the shape (32,) in one")
-
-
-def test_context_ranks_have_no_whole_outputs_to_keep(processes: Processes, home: Path) -> None:
-    words = [f"run.dir={home / 'cp'}", "strategy=cp"]
-    for answer in processes.run(2, train, home, *words):
-        assert "Refusal" in answer
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("task=added strategy=pp loop.micro_batches=2", "Task.metrics: scores_of_each has the shape (32,) in one"),
+        ("strategy=cp", ""),  # context ranks have no whole outputs to keep
+    ],
+)
+def test_a_pipeline_and_context_ranks_refuse_what_they_cannot_gather(
+    processes: Processes, home: Path, words: str, said: str
+) -> None:
+    assert said in train(home, f"run.dir=refused {words}", 2, code=2).out
