@@ -1,4 +1,4 @@
-"""scripts/train and scripts/test: set up once, start the processes, end as the run did."""
+"""scripts/train and scripts/test: set up once, start the processes, end as the run did; scripts/bench leaves figures."""
 
 import json
 import os
@@ -6,28 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from scripts.benchmarks.report import COLUMNS, picture, ratio, tables
+from scripts import launch, setup
 from tests.conftest import lanes
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-def load(name: str) -> ModuleType:
-    spec = spec_from_file_location(f"scripts_{name}", SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-launch, setup = load("launch"), load("setup")
 
 
 # --- the tests
@@ -84,72 +70,45 @@ def test_several_lanes_run_each_test_once_and_say_what_they_left_out(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("words", "whole"),
+    ("words", "count", "whole"),
     [
-        ("", "experiment=digits strategy=ddp"),
-        ("seed=1", "experiment=digits strategy=ddp seed=1"),
-        ("optimizer.lr=1 strategy=tp", "experiment=digits optimizer.lr=1 strategy=tp"),
-        ("model=resnet18", "strategy=ddp model=resnet18"),
-        ("+experiment=mine", "strategy=ddp +experiment=mine"),
-        ("--config-dir lab/conf model=unet", "--config-dir lab/conf strategy=ddp model=unet"),
-        ("--cfg job", "--cfg job experiment=digits strategy=ddp"),
-        ("strategy.bucket_mb=1", "experiment=digits strategy=ddp strategy.bucket_mb=1"),
+        ("", 1, "experiment=digits strategy=ddp"),
+        ("optimizer.lr=1 strategy=tp", 1, "experiment=digits optimizer.lr=1 strategy=tp"),
+        ("strategy.bucket_mb=1", 1, "experiment=digits strategy=ddp strategy.bucket_mb=1"),
+        ("+experiment=mine", 1, "strategy=ddp +experiment=mine"),
+        ("--config-dir lab/conf model=unet", 1, "--config-dir lab/conf strategy=ddp model=unet"),
+        ("--cfg job", 4, "--cfg job experiment=digits strategy=ddp processes=4"),
+        ("-m seed=1,2", 4, "-m experiment=digits strategy=ddp processes=4 seed=1,2"),
+        ("model=mlp processes=3", 4, "strategy=ddp model=mlp processes=3"),
     ],
 )
-def test_what_the_words_leave_open_is_filled_in(words: str, whole: str) -> None:
-    assert launch.with_defaults(words.split()) == whole.split()
+def test_what_the_words_leave_open_is_filled_in(words: str, count: int, whole: str) -> None:
+    assert launch.with_defaults(words.split(), count) == whole.split()
 
 
-@pytest.mark.parametrize(
-    ("words", "whole"),
-    [
-        ("", "experiment=digits strategy=ddp processes=4"),
-        ("-m seed=1,2", "-m experiment=digits strategy=ddp processes=4 seed=1,2"),
-        ("model=mlp processes=3", "strategy=ddp model=mlp processes=3"),
-    ],
-)
-def test_the_number_of_processes_is_an_override(words: str, whole: str) -> None:
-    assert launch.with_defaults(words.split(), 4) == whole.split()
-
-
-@pytest.mark.parametrize(
-    ("nproc", "words", "processes"),
-    [(None, [], 2), ("3", [], 3), (None, ["strategy=single"], 1), ("2", ["strategy=single"], 2), ("4", ["--help"], 1)],
-)
-def test_how_many_processes(
-    monkeypatch: pytest.MonkeyPatch, nproc: str | None, words: list[str], processes: int
-) -> None:
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("NPROC", raising=False)
-    if nproc:
-        monkeypatch.setenv("NPROC", nproc)
-    assert launch.processes(words) == processes
+    assert [launch.processes([word]) for word in ("seed=1", "strategy=single", "--help")] == [2, 1, 1]
+    monkeypatch.setenv("NPROC", "3")
+    assert [launch.processes([word]) for word in ("seed=1", "strategy=single", "--help")] == [3, 3, 1]
+    for wrong in ("0", "-1", "two", "1.5"):
+        monkeypatch.setenv("NPROC", wrong)
+        with pytest.raises(SystemExit, match="2"):
+            launch.processes([])
+        assert f"NPROC={wrong}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5"])
-def test_no_number_of_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nproc: str
-) -> None:
-    monkeypatch.setenv("NPROC", nproc)
-    with pytest.raises(SystemExit, match="2"):
-        launch.processes([])
-    assert f"NPROC={nproc}" in capsys.readouterr().err
+# --- the benchmark
 
 
-# --- the benchmark's report
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    rows = [
-        {"work": "w", "peer": peer, "round": at, "figures": dict.fromkeys((*COLUMNS, "accuracy"), value)}
-        for peer, values in {"raw": (100.0, 900.0, 200.0), "ours": (150.0, 900.0, 100.0)}.items()
-        for at, value in enumerate(values)
-    ]
-    assert ratio(rows, "ours", "step") == 1.0  # of 1.5, 1.0 and 0.5; that of the medians is 0.75
-    lines = tables([*rows, {"work": "w", "peer": "hf", "round": 0, "error": "words"}]).splitlines()
-    assert lines[0] == "### w"
-    assert lines[5].startswith("| ours | 150 (1.00) |")
-    assert lines[6].endswith("| 0, 1 failed |")
-    assert picture(rows).count("<circle") == 2  # ours, and its place in the legend
+@pytest.mark.long
+def test_figures_come_out_of_the_benchmark() -> None:
+    done = subprocess.run([SCRIPTS / "bench", "--quick"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| raw ", "| ours "))]
+    assert [row[0] for row in rows] == ["| raw", "| ours"] * 2
+    assert all(row[1].endswith("(1.00)") for row in rows[::2])
+    assert all(0.1 < float(row[-2]) < 1 for row in rows)  # both have learned something
 
 
 # --- how a run ended
@@ -179,21 +138,16 @@ def start(cwd: Path, word: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("word", "code"), [("0", 0), ("2", 2), ("killed", -signal.SIGKILL)])
-def test_the_exit_code_is_the_runs_own(tmp_path: Path, word: str, code: int) -> None:
-    process = start(tmp_path, f"ending={word}")
-    words, errors = process.communicate(timeout=120)
-    assert words == f"experiment=digits strategy=ddp processes=2 ending={word}\n"
-    assert (process.returncode, errors) == (code, "")
-
-
-def test_a_stopped_run_ends_with_75(tmp_path: Path) -> None:
-    process = start(tmp_path, "ending=stopped")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "experiment=digits strategy=ddp processes=2 ending=stopped\n"
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (75, "")
+def test_the_exit_code_is_the_runs_own(tmp_path: Path) -> None:
+    for word, code in (("2", 2), ("killed", -signal.SIGKILL), ("stopped", 75)):
+        (place := tmp_path / word).mkdir()
+        process = start(place, f"ending={word}")
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"experiment=digits strategy=ddp processes=2 ending={word}\n"
+        if word == "stopped":
+            process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=120)
+        assert (process.returncode, errors) == (code, "")
 
 
 @pytest.mark.long
@@ -264,7 +218,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_set_up_once_for_all_who_call(checkout: Path) -> None:
+def test_set_up_once_for_all_who_call_and_again_where_requirements_change(checkout: Path) -> None:
     both = [train(checkout, "a word"), train(checkout, "a word")]
     outputs = [finish(process) for process in both]
     assert [out for out, _ in outputs] == [f"{checkout / '.venv'} a word\n"] * 2
@@ -272,11 +226,13 @@ def test_set_up_once_for_all_who_call(checkout: Path) -> None:
     before = (checkout / ".venv" / "ready.json").stat()
     assert finish(train(checkout)) == (f"{checkout / '.venv'}\n", "")
     assert (checkout / ".venv" / "ready.json").stat() == before
+    (checkout / "constraints.txt").write_text("torch==2.15.0\n")
+    assert "set up in" in finish(train(checkout))[1]
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_an_interrupted_set_up_starts_anew(checkout: Path) -> None:
+def test_what_was_interrupted_or_moved_is_set_up_anew(checkout: Path) -> None:
     backend = (checkout / "backend.py").read_text()
     (checkout / "backend.py").write_text("import os, signal\nos.kill(os.getpgid(0) * -1, signal.SIGKILL)\n")
     process = train(checkout)
@@ -284,23 +240,16 @@ def test_an_interrupted_set_up_starts_anew(checkout: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     assert (checkout / ".venv" / "unfinished").exists()
     (checkout / ".venv" / "half a package").touch()
-
     (checkout / "backend.py").write_text(backend)
     finish(train(checkout))
     assert not (checkout / ".venv" / "half a package").exists()
     assert not (checkout / ".venv" / "unfinished").exists()
 
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_checkout_that_was_moved_sets_up_again(checkout: Path) -> None:
-    (checkout / ".venv").mkdir()
-    facts = {"fingerprint": setup.fingerprint(), "extras": [], "home": ["/elsewhere/.venv", "/usr/bin/python3"]}
-    (checkout / ".venv" / "ready.json").write_text(json.dumps(facts))
+    ready = checkout / ".venv" / "ready.json"
+    facts = json.loads(ready.read_text())
+    ready.write_text(json.dumps({**facts, "home": ["/elsewhere/.venv", facts["home"][1]]}))
     (checkout / ".venv" / "names the old place").touch()
-    out, errors = finish(train(checkout))
-    assert out == f"{checkout / '.venv'}\n"
-    assert "set up in" in errors
+    assert "set up in" in finish(train(checkout))[1]
     assert not (checkout / ".venv" / "names the old place").exists()
 
 
@@ -309,25 +258,6 @@ def test_a_failing_step_says_which(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit, match="1"):
         setup.run("false", "words")
     assert "set-up failed: false words ended with 1" in capsys.readouterr().err
-
-
-def test_a_change_of_requirements_asks_for_a_set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, path in {
-        "CHECKOUT": "",
-        "VENV": ".venv",
-        "PYTHON": "python",
-        "READY": "ready",
-        "UNFINISHED": "un",
-    }.items():
-        monkeypatch.setattr(setup, name, tmp_path / path)
-    for name in ("pyproject.toml", "constraints.txt", "python"):
-        (tmp_path / name).touch()
-    ready = {"fingerprint": setup.fingerprint(), "extras": [], "home": setup.home()}
-    (tmp_path / "ready").write_text(json.dumps(ready))
-    assert setup.is_ready("train")
-    assert not setup.is_ready("test")
-    (tmp_path / "constraints.txt").write_text("torch==2.15.0\n")
-    assert not setup.is_ready("train")
 
 
 def test_no_venv_module_names_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Run this program and others on the same work, interleaved, and say medians and ratios; see scripts/bench.
+"""Run this program, a loop by hand and Lightning Fabric on the same work, interleaved; see scripts/bench.
 
 Each program is a process of its own on one thread a rank. In each round another one goes first, and ratios are taken
 within a round, so that what else the machine does meets all of them.
@@ -17,24 +17,17 @@ import time
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
-from scripts.benchmarks.report import Row, picture, tables
 from scripts.benchmarks.work import Work
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGE, DRAWING = CHECKOUT / "docs" / "benchmarks.md", CHECKOUT / "docs" / "benchmarks.svg"
+PAGE = CHECKOUT / "docs" / "benchmarks.md"
 MARK = "<!-- What follows is written by scripts/bench --write. -->\n"
 PATIENCE = 600.0  # seconds until a program is given up
 
-PACKAGES = {  # program → the package that it needs
-    "raw": "torch",
-    "ours": "trainer",
-    "fabric": "lightning",
-    "lightning": "lightning",
-    "accelerate": "accelerate",
-    "hf": "transformers",
-}
+PROGRAMS = {"raw": "torch", "ours": "trainer", "fabric": "lightning"}  # program → the package that it needs
 WORKS = {
     "overhead": Work("overhead", 2000, 32),
     "overhead-dl": Work("overhead-dl", 2000, 32),
@@ -44,74 +37,68 @@ WORKS = {
     "gpt-ddp": Work("gpt", 40, 8, ranks=2),
 }
 QUICK = [Work("overhead", 40, 32), Work("overhead", 40, 32, ranks=2)]
+COLUMNS = {  # figure → its heading
+    "step": "step, µs",
+    "cpu": "step, µs of CPU",
+    "evaluation": "evaluation, µs a batch",
+    "first": "start to first step, s",
+    "first_cpu": "start to first step, s of CPU",
+    "memory": "peak memory, MiB",
+}
+Figures = dict[str, list[dict[str, float]]]  # of one workload: program → what each round has left
 
 
 def main() -> None:
     """Measure what was asked for; print tables, or write them into the docs."""
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Measure this program beside others.")
     parser.add_argument("works", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKS)}; default: all")
-    parser.add_argument("--peers", default=",".join(PACKAGES), help="default: %(default)s")
+    parser.add_argument("--programs", default=",".join(PROGRAMS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--write", action="store_true", help="put the tables and the plot into docs/")
+    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(CHECKOUT)}")
     parser.add_argument("--quick", action="store_true", help="a few steps of raw and ours: do figures come out?")
     asked = parser.parse_args()
-    if unknown := [name for name in asked.works if name not in WORKS]:
-        parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(WORKS)}")
-    works, peers, rounds = [WORKS[name] for name in asked.works or WORKS], asked.peers.split(","), asked.rounds
+    works, programs, rounds = asked.works or [*WORKS], asked.programs.split(","), asked.rounds
+    for names, known in ((works, WORKS), (programs, PROGRAMS)):
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    there = [name for name in programs if find_spec(PROGRAMS[name])]
+    if len(there) < len(programs):
+        say("Lightning is not installed, so fabric is left out; pip install -e '.[bench]' brings it")
     if asked.quick:
-        works, peers, rounds = QUICK, ["raw", "ours"], 1
-
-    there = [peer for peer in peers if find_spec(PACKAGES[peer])]
-    if left_out := sorted({*peers} - {*there}):
-        say(f"not installed, so left out: {', '.join(left_out)}; pip install -e '.[bench]' brings them")
-    rows = [row for work in works for row in measure(work, there, rounds)]
-    page = f"{machine()}\n\n{tables(rows)}\n"
+        there, rounds = ["raw", "ours"], 1
+    chosen = QUICK if asked.quick else [WORKS[name] for name in works]
+    page = "\n\n".join([machine(), *(table(work, measure(work, there, rounds)) for work in chosen)]) + "\n"
     print(page)
     if asked.write:
         PAGE.write_text(PAGE.read_text(encoding="utf-8").split(MARK)[0] + MARK + "\n" + page, encoding="utf-8")
-        DRAWING.write_text(picture(rows), encoding="utf-8")
-    sys.exit("some programs failed, see above" if any("error" in row for row in rows) else 0)
 
 
-def measure(work: Work, peers: list[str], rounds: int) -> list[Row]:
+def measure(work: Work, programs: list[str], rounds: int) -> Figures:
     """All rounds of one workload."""
-    rows: list[Row] = []
+    found: Figures = {name: [] for name in programs}
     for number in range(rounds):
-        first = number % len(peers)
-        for peer in peers[first:] + peers[:first]:
-            row = {"work": str(work), "peer": peer, "round": number, **run(peer, work)}
-            said = f"{row['figures']['step']:,.0f} µs" if "figures" in row else row["error"]
-            say(f"{work}, round {number + 1}, {peer}: {said}")
-            rows.append(row)
-    return rows
+        first = number % len(programs)
+        for name in programs[first:] + programs[:first]:
+            found[name].append(run(name, work))
+            say(f"{work}, round {number + 1}, {name}: {found[name][-1]['step']:,.0f} µs")
+    return found
 
 
-def run(peer: str, work: Work) -> Row:
-    """One program, from its command to its end: `figures`, or `error` with its last words."""
+def run(name: str, work: Work) -> dict[str, float]:
+    """The figures of one program, from its command to its end. Where it fails this ends with its last words."""
     with TemporaryDirectory(prefix="bench-") as folder:
         result = Path(folder) / "result.json"
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}", "-m"]
-        program = ["trainer", *words(work, folder)] if peer == "ours" else ["scripts.benchmarks.peers", peer]
+        program = ["trainer", *words(work, folder)] if name == "ours" else ["scripts.benchmarks.others", name]
         # where Python may not keep what it compiled, this program would be compiled each time, but no installed one
         kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-        environment = {
-            **kept,
-            "OMP_NUM_THREADS": "1",
-            "BENCH_WORK": work.words(),
-            "BENCH_FOLDER": folder,
-            "BENCH_RESULT": str(result),
-            "BENCH_START": repr(time.time()),
-        }
+        asked = {"BENCH_WORK": work.words(), "BENCH_FOLDER": folder, "BENCH_RESULT": str(result)}
+        environment = {**kept, **asked, "OMP_NUM_THREADS": "1", "BENCH_START": repr(time.time())}
         command = [sys.executable, "-m", *(launcher if work.ranks > 1 else []), *program]
-        try:
-            ended = subprocess.run(
-                command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=PATIENCE
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"still running after {PATIENCE:g} s"}
+        ended = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         if ended.returncode or not result.exists():
-            return {"error": f"exit code {ended.returncode}\n{ended.stdout[-1000:]}{ended.stderr[-3000:]}"}
-        return {"figures": json.loads(result.read_text())}
+            sys.exit(f"{work}, {name}: exit code {ended.returncode}\n{ended.stdout[-1000:]}{ended.stderr[-3000:]}")
+        return json.loads(result.read_text())
 
 
 def words(work: Work, folder: str) -> list[str]:
@@ -125,11 +112,27 @@ def words(work: Work, folder: str) -> list[str]:
     return [*lab, *(adam if work.name == "gpt" else plain), "schedule=constant", *loop, *rare, *place]
 
 
+def table(work: Work, found: Figures) -> str:
+    """One workload: medians over the rounds, and in brackets those of the ratios to raw within a round."""
+    head = ["", *COLUMNS.values(), "accuracy", "rounds"]
+    lines = [f"### {work}", "", f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for name, rounds in found.items():
+        cells = [name]
+        for figure in COLUMNS:
+            cells.append(f"{median(one[figure] for one in rounds):,.{2 if figure.startswith('first') else 0}f}")
+            if "raw" in found:  # what the machine does meanwhile meets both
+                ratios = [one[figure] / raw[figure] for one, raw in zip(rounds, found["raw"], strict=True)]
+                cells[-1] += f" ({median(ratios):.2f})"
+        accuracy = f"{median(one['accuracy'] for one in rounds):.3f}"
+        lines.append(f"| {' | '.join([*cells, accuracy, str(len(rounds))])} |")
+    return "\n".join(lines)
+
+
 def machine() -> str:
     """What was measured where, and by which command."""
     facts = Path("/proc/cpuinfo").read_text().splitlines()
     model = [line.split(":")[1].strip() for line in facts if line.startswith("model name")] or [platform.processor()]
-    packages = [name for name in ("torch", "lightning", "accelerate", "transformers") if find_spec(name)]
+    packages = [name for name in ("torch", "lightning") if find_spec(name)]
     return (
         f"`{shlex.join(['scripts/bench', *sys.argv[1:]])}`, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of "
         f"{model[0]}, {os.getloadavg()[2]:.0f} processes wanted one at its end; Python {platform.python_version()}, "

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from scripts.benchmarks import work as shared
-from scripts.benchmarks.clock import Clock
 from trainer import Data, Task
 
 WORK = shared.Work.asked()
-CLOCK = Clock(WORK.steps)
+CLOCK = shared.Clock(WORK.steps)
 
 
 class Samples(Data):

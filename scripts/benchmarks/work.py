@@ -1,21 +1,29 @@
-"""The work that every program does: networks, data, loss and optimizer, the same for all."""
+"""What all programs have in common: networks, data, loss, optimizer, and the clock that reads the time of each step."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+FEW = 1000  # numbers; every network below has more
 
 
 @dataclass(frozen=True)
 class Work:
-    """One workload. Of `overhead` the peers get their batches made beforehand; of all others through a DataLoader."""
+    """One workload. Of `overhead` the others get their batches made beforehand; of the rest through a DataLoader."""
 
     name: str
     steps: int
@@ -33,11 +41,6 @@ class Work:
     def words(self) -> str:
         """The same, for the environment of a process."""
         return json.dumps(asdict(self))
-
-    @property
-    def dealt(self) -> bool:
-        """Does each rank have its own batches already? Accelerate cannot deal what is made beforehand."""
-        return self.name == "overhead" and self.ranks > 1
 
     @property
     def eval_batch(self) -> int:
@@ -114,16 +117,63 @@ def evaluate(model: nn.Module, batches: DataLoader) -> Tensor:
     return torch.tensor([right, seen])
 
 
-def loaders(work: Work, distributed: bool = False, **more: Any) -> list[DataLoader]:
+def loaders(work: Work, distributed: bool = False) -> list[DataLoader]:
     """DataLoaders of training and evaluation. `distributed`: with a sampler that cuts them for the ranks."""
     sets: list[Any]
     if work.name == "overhead":
         rank = int(os.environ.get("RANK", "0"))
         sets = [list(zip(x.split(work.batch), y.split(work.batch), strict=True)) for x, y in tensors(work)]
-        return [DataLoader(batches[rank :: work.ranks], batch_size=None, **more) for batches in sets]
+        return [DataLoader(batches[rank :: work.ranks], batch_size=None) for batches in sets]
     sets = [TensorDataset(*pair) for pair in tensors(work)]
     samplers: list[Any] = [RandomSampler(sets[0], generator=torch.Generator().manual_seed(0)), None]
     if distributed:
         samplers = [DistributedSampler(sets[0]), DistributedSampler(sets[1], shuffle=False)]
     triples = zip(sets, (work.batch, work.eval_batch), samplers, strict=True)
-    return [DataLoader(each, size, sampler=how, **more) for each, size, how in triples]
+    return [DataLoader(each, size, sampler=how) for each, size, how in triples]
+
+
+class Clock:
+    """Reads the time after each step of any optimizer of this process."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps  # that count
+        self._walls: list[float] = []  # seconds, at the end of each step
+        self._young = min(20, steps // 4)  # steps that do not count: caches fill, files are opened
+        # of this process, all threads: hardly moves when others use the machine. Read twice: it may take 40 µs
+        self._cpus: list[float] = []
+        register_optimizer_step_post_hook(self._tick)
+
+    def _tick(self, optimizer: Optimizer, *_: Any) -> None:
+        # ours tries an optimizer on a few numbers before it starts: no step of the network
+        if sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]) > FEW:
+            self.read()
+
+    def read(self) -> None:
+        """A step ends; or, before an evaluation, what is not part of it."""
+        if not self._walls:
+            self._first, self._first_cpu = time.time(), time.process_time()
+        self._walls.append(time.perf_counter())
+        if len(self._walls) in (self._young + 1, self._steps):
+            self._cpus.append(time.process_time())
+
+    @property
+    def over(self) -> bool:
+        """Have all steps been done?"""
+        return len(self._walls) == self._steps
+
+    def report(self, batches: int, accuracy: float) -> None:
+        """The evaluation of so many batches is over: leave the figures, on rank 0."""
+        evaluation = time.perf_counter() - self._walls[-1]
+        if int(os.environ.get("RANK", "0")):
+            return
+        walls = self._walls[self._young : self._steps]
+        figures = {
+            "first": self._first - float(os.environ["BENCH_START"]),  # seconds from the command to the first step
+            "first_cpu": self._first_cpu,  # seconds of the processors, all threads; other work adds less to them
+            "step": 1e6 * median(after - before for before, after in pairwise(walls)),  # microseconds
+            "cpu": 1e6 * (self._cpus[-1] - self._cpus[0]) / (len(walls) - 1),  # microseconds, the mean
+            "evaluation": 1e6 * evaluation / batches,  # microseconds a batch
+            "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,  # MiB at most
+            "accuracy": accuracy,
+        }
+        Path(os.environ["BENCH_RESULT"]).write_text(json.dumps(figures))
