@@ -1,4 +1,4 @@
-"""`python -m trainer` as a user types it: mistakes, precisions, slices, and the life of a run folder."""
+"""`python -m trainer` as a user types it: precisions, slices, what a run says, and the life of a run folder."""
 
 from __future__ import annotations
 
@@ -9,33 +9,21 @@ import shlex
 import shutil
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from tests.commands import (
-    ROOT,
-    SMALL,
-    Command,
-    Ended,
-    curve,
-    far,
-    files_below,
-    finish,
-    lines,
-    single,
-    status,
-)
-from tests.inside import product
-from tests.quick import quickly
-from trainer.launch.rendezvous import Launch
+from tests.run import ROOT, SMALL, Command, Finished, far, files_below, lines, run, start, status
 
 pytestmark = pytest.mark.slow
 
-WORDS = (*SMALL, "device=cpu", "schedule=constant", "optimizer=sgd", "loop.global_batch=120")
+WORDS = (*SMALL, "schedule=constant", "optimizer=sgd", "loop.global_batch=120", "strategy=single")
+COMPILER = shutil.which("g++") or shutil.which("c++")
+
+
+def named(place: Path, name: str, *words: str, code: int = 0) -> Finished:
+    return run([*WORDS, "loop.steps=12", f"run.name={name}", *words], place=place, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -43,256 +31,248 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cli")
 
 
-def named(name: str, *others: str, steps: int = 12) -> list[str]:
-    return single(*WORDS, f"run.name={name}", f"loop.steps={steps}", *others)
-
-
-# ------------------------------------------------------------------------------------------------------------ mistakes
-
-MISTAKES = [  # words, what the one message contains
-    ("optimizer.lrr=1", "optimizer.lrr", "optimizer.lr"),
-    ("model=resnet51", "model=resnet51", "resnet50"),
-    ("hydra.run.dirr=x", "hydra.run.dirr", "hydra.run.dir"),
-    ("loop.steps=abc", "loop.steps", "abc"),
-    ("loop.global_batch=-4", "loop.global_batch", "-4"),
-    ("precision=fp17", "precision", "fp16"),
-    ("run.stop_after=soon", "run.stop_after", "soon"),
-    ("loop.micro_batches=2 loop.micro_batch=4", "loop.micro_batch", "not both"),
-    ("task._target_=os.system", "os.system", "may not be called"),
-    ("run.name=../../x", "run.name", "run.dir"),
-    ("run.dir=/proc/nowhere/x", "/proc/nowhere/x", "run.dir"),
-    ("run.resume=/nowhere", "/nowhere", "does not exist"),
-    ("run.resume=~nobody-here/x", "~nobody-here/x", "this machine knows no home folder ~nobody-here"),
-    ("loop.micro_batches=7", "128 / 1 data rank / 7", "nearest"),
-    ("data=synthetic_images data.size=0", "empty", "0 samples"),
-    ("data=synthetic_images data.size=10", "10 samples", "128"),
-    ("data.file=/nowhere/digits.csv.gz", "/nowhere/digits.csv.gz", ""),
-    ("model=torchvision model.name=resnet81", "resnet81", "resnet18"),
-    ("model=vit_tiny model.width=190", "width 190", "192"),
-    ("optimizer.lr=-1", "optimizer", "-1"),
-    ("strategy=ddp_tp strategy.tensor=3", "3", "tensor"),
-    ("device=cuda", "no GPU", "device=cpu"),
-    ("profile=true loop.steps=5", "steps 10 to 12", "profile=[2,4]"),
-    ("~model +model._target_=torch.nn.LazyLinear +model.out_features=10", "weight has no size", "give its layer"),
-]
-
-
-QUICK = [0, 3, 8, 10, 13, 15, 18, 20, 21, 22, 23]  # where in a start it is noticed
-
-
-@pytest.mark.parametrize(("words", "wrong", "remedy"), quickly(MISTAKES, *(MISTAKES[number] for number in QUICK)))
-def test_a_mistake_costs_one_message_and_leaves_nothing(tmp_path, words, wrong, remedy):
-    if words == "device=cuda" and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    ended = Command(single(*words.split()), tmp_path).end()
-    assert (ended.code, ended.left) == (2, []), ended.screen
-    assert wrong in ended.screen
-    assert remedy in ended.screen
-    assert "Traceback" not in ended.screen
-    assert len(ended.screen.splitlines()) <= 6, ended.screen
-    assert files_below(tmp_path) == set()
+@pytest.fixture(scope="module")
+def plain(place: Path) -> Finished:
+    return named(place, "plain", "log=[console,tensorboard]")
 
 
 # --------------------------------------------------------------------------------------------------------- whole runs
 
-UNSEEN = ("data=synthetic_images", "data.size=250", "data.evaluation_size=0", "data.image_size=8")
-RUNS: dict[str, list[str]] = {
-    "plain": [],
-    "again": ["loop.deterministic=true", "log=[]"],
-    "two": ["loop.micro_batches=2", "log=console"],
-    "four": ["loop.micro_batch=30"],
-    "dp": ["strategy=dp"],
-    "fp64": ["precision=fp64"],
-    "fp64-sliced": ["precision=fp64", "loop.micro_batches=4"],
-    "bf16": ["precision=bf16"],
-    "fp16": ["precision=fp16", "loop.max_norm=1000"],
-    "unseen": [*UNSEEN, "loop.steps=3"],
-    "nan": ["optimizer.lr=1e30", "loop.save_every=1"],
-    "secret": ["data.file=${oc.env:WHERE}", "loop.steps=2"],
-    "unwatched": ["log=console"],
-}
-INSIDE = ("four", "fp64", "fp64-sliced", "bf16", "fp16")
-COMPILER = shutil.which("g++") or shutil.which("c++")
 
-
-@pytest.fixture(scope="module")
-def ran(place: Path) -> dict[str, tuple[Path, Ended]]:
-    """Folder and end of each of these runs; two at a time, or in this process where nobody asks for its end."""
-    shutil.copy(ROOT / "recipes" / "vision" / "digits.csv.gz", place / "tok123.csv.gz")
-    for name in INSIDE:
-        assert product(Launch(), place, [*WORDS, f"run.name={name}", "loop.steps=12", *RUNS[name]]) == 0
-
-    def run(name: str) -> tuple[Path, Ended]:
-        command = named(name, *RUNS[name])
-        if name == "unwatched":
-            command = ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} | head -n 1"]
-        ended = Command(command, place, {"WHERE": str(place / "tok123.csv.gz")}).end()
-        assert ended.left == []
-        assert ended.code == (1 if name == "nan" else 0), ended.screen
-        return place / "runs" / name, ended
-
-    others = [name for name in RUNS if name not in INSIDE]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(others, pool.map(run, others), strict=True))
-
-
-def test_slices_precisions_and_another_time_give_one_curve(place, ran):
-    runs = place / "runs"
-    plain = runs / "plain"
-    for name in ("again", "two", "four", "dp", "fp64", "fp64-sliced", "bf16", "fp16"):
-        folder = runs / name
-        assert curve(folder, "sample_digest") == curve(plain, "sample_digest")
+def test_slices_precisions_and_another_time_give_one_curve(place: Path, plain: Finished) -> None:
+    ways = {
+        "again": ["loop.deterministic=true"],
+        "two": ["loop.micro_batches=2"],
+        "four": ["loop.micro_batch=30"],
+        "dp": ["strategy=dp", "log=console"],
+        "fp64": ["precision=fp64"],
+        "fp64-sliced": ["precision=fp64", "loop.micro_batches=4"],
+        "bf16": ["precision=bf16"],
+        "fp16": ["precision=fp16", "loop.max_norm=1000"],
+    }
+    ran = {name: named(place, name, *words) for name, words in ways.items()}
+    for name, one in ran.items():
+        assert one.curve("sample_digest") == plain.curve("sample_digest")
         resolved = name.split("-")[0] if name.startswith(("fp", "bf")) else "fp32"
-        assert json.loads((folder / "environment.json").read_text())["precision"] == resolved
-    assert curve(runs / "again", "loss_hex") == curve(plain, "loss_hex")
+        assert json.loads((one.folder / "environment.json").read_text())["precision"] == resolved
+    assert ran["again"].curve("loss_hex") == plain.curve("loss_hex")
     for name in ("two", "four", "dp", "fp64"):
-        assert far(curve(runs / name), curve(plain)) < 1e-5
+        assert far(ran[name].curve(), plain.curve()) < 1e-5
     for key in ("loss", "grad_norm"):
-        assert far(curve(runs / "fp64", key), curve(runs / "fp64-sliced", key)) < 1e-10
+        assert far(ran["fp64"].curve(key), ran["fp64-sliced"].curve(key)) < 1e-10
     for name in ("bf16", "fp16"):
-        assert 0 < far(curve(runs / name), curve(plain)) < 0.05
+        assert 0 < far(ran[name].curve(), plain.curve()) < 0.05
+    # data parallelism without GPUs says so in one line and trains
+    assert sum("dp" in line and "GPU" in line for line in ran["dp"].out.splitlines()) == 1, ran["dp"].out
+    assert ran["dp"].status["strategy"] == "dp"
 
 
-def test_logs_are_chosen(ran):
-    (plain, _), (silent, nothing), (spoken, words) = ran["plain"], ran["again"], ran["two"]
-    assert nothing.screen == ""
-    assert not (silent / "tensorboard").exists()
-    assert not (spoken / "tensorboard").exists()
-    assert "completed" in words.screen
-    assert (plain / "tensorboard").is_dir()
+def test_a_run_says_what_it_found_into_the_logs_that_were_chosen(place: Path, plain: Finished) -> None:
+    assert (plain.folder / "tensorboard").is_dir()
+    for said in (
+        r"^data        1,437 samples in 10 classes\nevaluation  360 samples; the best has the largest accuracy\n",
+        r"^completed   step 12",
+    ):
+        assert re.search(said, plain.out, re.M), plain.out
+    (found,) = re.findall(r"^best        accuracy 0\.\d{4} at step \d+: (.+)$", plain.out, re.M)
+    assert (Path(found) / "manifest.json").is_file()
+    words = ["schedule=cosine", "loop.steps=2", "strategy=ddp", "log=[console]"]  # 2 of 20 steps
+    spoken = named(place, "spoken", *words)
+    assert "note        the run ends before schedule.warmup: no step" in spoken.out
+    assert "note        ddp has only one process; to use two: processes=2" in spoken.out
+    assert not (spoken.folder / "tensorboard").exists()
+    assert named(place, "silent", "loop.steps=1").out == ""
 
 
-def test_data_parallelism_without_gpus_says_so_in_one_line_and_trains(ran):
-    folder, ended = ran["dp"]
-    assert sum("dp" in line and "GPU" in line for line in ended.screen.splitlines()) == 1, ended.screen
-    assert (status(folder)["state"], status(folder)["strategy"]) == ("completed", "dp")
+def test_an_empty_evaluation_set_is_no_evaluation(place: Path) -> None:
+    unseen = ("data=synthetic_images", "data.size=250", "data.evaluation_size=0", "data.image_size=8")
+    ended = named(place, "unseen", *unseen, "loop.steps=3", "log=console")
+    assert "evaluation  none" in ended.out
+    assert (ended.lines("eval"), ended.status["state"]) == ([], "completed")
 
 
-def test_an_empty_evaluation_set_is_no_evaluation(ran):
-    folder, ended = ran["unseen"]
-    assert "evaluation  none" in ended.screen
-    assert lines(folder, "eval") == []
-    assert status(folder)["state"] == "completed"
-
-
-def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(ran):
-    folder, ended = ran["nan"]
-    assert "Traceback" not in ended.screen
-    assert re.search(r"^step \d+: the loss is (nan|inf)", ended.screen, re.M), ended.screen
-    assert status(folder)["state"] == "failed"
-    files = list((folder / "checkpoints").rglob("*.safetensors"))
+def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(place: Path) -> None:
+    ended = named(place, "nan", "optimizer.lr=1e30", "loop.save_every=1", code=1)
+    assert "Traceback" not in ended.out
+    assert re.search(r"^step \d+: the loss is (nan|inf)", ended.out, re.M), ended.out
+    assert ended.status["state"] == "failed"
+    files = list((ended.folder / "checkpoints").rglob("*.safetensors"))
     assert files
     for file in files:
         assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
 
 
-def test_a_secret_stays_where_it_was(ran):
-    folder, _ = ran["secret"]
+def test_a_secret_stays_where_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(ROOT / "recipes" / "vision" / "digits.csv.gz", place / "tok123.csv.gz")
+    monkeypatch.setenv("WHERE", str(place / "tok123.csv.gz"))
+    words = ["data.file=${oc.env:WHERE}", "loop.steps=2", "log=[console,tensorboard]"]
+    folder = named(place, "secret", *words).folder
     assert "${oc.env:WHERE}" in (folder / "config.yaml").read_text()
     assert [path for path in folder.rglob("*") if path.is_file() and b"tok123" in path.read_bytes()] == []
 
 
-def test_a_run_outlives_whoever_watches_it(ran):
-    folder, ended = ran["unwatched"]
-    assert len(ended.screen.splitlines()) == 1
-    assert curve(folder, "loss_hex") == curve(ran["plain"][0], "loss_hex")
+def test_a_run_outlives_whoever_watches_it(place: Path, plain: Finished) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "trainer",
+        *WORDS,
+        "device=cpu",
+        "loop.steps=12",
+        "run.name=unwatched",
+        "log=console",
+    ]
+    command = Command(["bash", "-o", "pipefail", "-c", f"{shlex.join(words)} | head -n 1"], place)
+    ended = command.end()
+    assert (ended.code, ended.left, len(ended.out.splitlines())) == (0, [], 1), ended.out
+    assert [line["loss_hex"] for line in lines(place / "runs" / "unwatched", "train")] == plain.curve("loss_hex")
 
 
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler, and there is no g++ here")
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["default", "step"])
-def test_a_compiled_network_learns_the_same(mode, place, ran):
-    screen = finish(
-        named("compiled", f"compile.mode={mode}", "loop.eval_every=null", "run.resume=fresh", steps=3), place
-    )
-    assert "compile: 1 graph," in screen
-    folder = place / "runs" / "compiled"
-    assert far(curve(folder), curve(ran["plain"][0])[:3]) < 1e-5
-    (step,) = (folder / "checkpoints").iterdir()
+def test_a_compiled_network_learns_the_same(place: Path, plain: Finished) -> None:
+    words = ["compile.mode=default", "loop.eval_every=null", "loop.steps=3", "log=console"]
+    ended = named(place, "compiled", *words)
+    assert "compile: 1 graph," in ended.out
+    assert far(ended.curve(), plain.curve()[:3]) < 1e-5
+    (step,) = (ended.folder / "checkpoints").iterdir()
     assert b"_orig_mod" not in b"".join(file.read_bytes() for file in step.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------- a folder's own life
 
 
-def test_the_life_of_a_run_folder(place):
-    folder = place / "runs" / "life"
-    finish(named("life"), place)
+def test_the_life_of_a_run_folder(place: Path) -> None:
+    folder = named(place, "life").folder
     before = files_below(folder), (folder / "metrics.jsonl").read_bytes()
 
-    screen = finish(named("life"), place)  # nothing left to do
-    assert len(screen.splitlines()) == 1
-    assert "complete" in screen
-    assert "loop.steps" in screen
+    said = named(place, "life", "log=console").out  # nothing left to do
+    assert len(said.splitlines()) == 1
+    assert "complete" in said
+    assert "loop.steps" in said
     assert (files_below(folder), (folder / "metrics.jsonl").read_bytes()) == before
 
-    screen = finish(named("life", "optimizer.lr=0.2", steps=14), place, code=2)  # another learning
-    assert screen.count("optimizer.lr: 0.05 → 0.2") == 1
-    assert "run.accept_changes=true" in screen
+    said = named(place, "life", "optimizer.lr=0.2", "loop.steps=14", code=2).out  # another learning
+    assert said.count("optimizer.lr: 0.05 → 0.2") == 1
+    assert "run.accept_changes=true" in said
     assert (files_below(folder), (folder / "metrics.jsonl").read_bytes()) == before
 
     damaged = next((folder / "checkpoints" / "step-00000012").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    screen = finish(named("life", "loop.micro_batches=2", "loop.eval_every=null", steps=14), place)  # free to change
-    assert "loop.micro_batches: 1 → 2" in screen
-    assert screen.count(damaged.name) == 1  # passed over, and why
+    free = ["loop.micro_batches=2", "loop.eval_every=null", "loop.steps=14", "log=console"]  # free to change
+    said = named(place, "life", *free).out
+    assert "loop.micro_batches: 1 → 2" in said
+    assert said.count(damaged.name) == 1  # passed over, and why
     assert (status(folder)["resume_step"], status(folder)["attempt"]) == (11, 2)
-    assert len(curve(folder)) == 14
+    assert len(lines(folder, "train")) == 14
 
-    screen = finish(named("life", "optimizer.lr=0.2", "run.accept_changes=true", steps=16), place)
-    assert "optimizer.lr: 0.05 → 0.2" in screen
-    assert [line["lr"] for line in lines(folder, "train")][13:] == [0.05, 0.2, 0.2]
+    words = ["optimizer.lr=0.2", "run.accept_changes=true", "loop.steps=16", "log=console"]
+    ended = named(place, "life", *words)
+    assert "optimizer.lr: 0.05 → 0.2" in ended.out
+    assert ended.curve("lr")[13:] == [0.05, 0.2, 0.2]
     assert {path.name for path in folder.glob("config.*yaml")} == {"config.yaml", "config.1.yaml", "config.2.yaml"}
 
-    finish(named("branch", f"run.resume={folder}", "optimizer.lr=0.2", steps=17), place)  # another run starts from it
-    assert status(place / "runs" / "branch")["resume_step"] == 16
-    assert [line["step"] for line in lines(place / "runs" / "branch", "train")] == [17]
+    branch = named(place, "branch", f"run.resume={folder}", "optimizer.lr=0.2", "loop.steps=17")  # from another run
+    assert (branch.status["resume_step"], [line["step"] for line in branch.lines("train")]) == (16, [17])
 
-    finish(named("life", "run.resume=fresh", steps=2), place)
-    assert len(curve(folder)) == 2
-    assert status(folder)["attempt"] == 1
-    assert len(curve(place / "runs" / "life.1")) == 16
+    fresh = named(place, "life", "run.resume=fresh", "loop.steps=2")
+    assert (len(fresh.curve()), fresh.status["attempt"]) == (2, 1)
+    assert len(lines(place / "runs" / "life.1", "train")) == 16
 
 
-@pytest.mark.long
-def test_a_longer_horizon_is_another_learning_where_the_schedule_depends_on_it(place):
+def test_a_longer_horizon_is_another_learning_where_the_schedule_depends_on_it(place: Path) -> None:
     words = ("schedule=cosine", "schedule.warmup=1")  # behind the warm-up rates depend on the length
-    finish(named("horizon", *words, steps=3), place)
-    screen = finish(named("horizon", *words, steps=5), place, code=2)
-    assert "horizon" in screen
-    finish(named("horizon", *words, "run.accept_changes=true", steps=5), place)
-    assert len(curve(place / "runs" / "horizon")) == 5
+    named(place, "horizon", *words, "loop.steps=3")
+    assert "horizon" in named(place, "horizon", *words, "loop.steps=5", code=2).out
+    assert len(named(place, "horizon", *words, "run.accept_changes=true", "loop.steps=5").curve()) == 5
 
 
-def test_a_run_stops_when_it_was_told_to_and_the_printed_command_goes_on(place):
-    folder = place / "runs" / "brief"
-    screen = finish(named("brief", "run.stop_after=1", "loop.log_every=1", steps=10**6), place, code=75)
-    first = status(folder)
-    assert first["state"] == "preempted"
-    assert "stop_after" in first["reason"]
-    advice = screen.rstrip().splitlines()[-1].split()
+def test_a_run_stops_when_it_was_told_to_and_the_printed_command_goes_on(place: Path) -> None:
+    first = named(place, "brief", "run.stop_after=1", "loop.steps=1000000", "log=console", code=75)
+    was = first.status
+    assert was["state"] == "preempted"
+    assert "stop_after" in was["reason"]
+    advice = shlex.split(first.out.rstrip().splitlines()[-1])
     assert advice[:3] == ["python", "-m", "trainer"]
-    finish([sys.executable, *advice[1:]], place, code=75)
-    assert status(folder)["resume_step"] == first["step"]
-    assert len(curve(folder)) == status(folder)["step"] > first["step"]
+    again = run(advice[3:], place=place, code=75)
+    assert again.status["resume_step"] == was["step"]
+    assert len(again.curve()) == again.status["step"] > was["step"]
+
+
+def test_the_last_line_of_a_run_is_a_command_that_evaluates_it(plain: Finished, place: Path) -> None:
+    words = plain.out.rstrip().splitlines()[-1].split("python -m trainer ")[1].split("   (or")[0].split()
+    assert "accuracy" in run([*words, "log=console"], place=place).out
 
 
 @pytest.mark.long
-def test_one_run_a_folder_and_a_signal_that_ends_it(place):
+def test_one_run_a_folder_and_a_signal_that_ends_it(place: Path) -> None:
+    endless = [*WORDS, "device=cpu", "run.name=busy", "loop.steps=1000000"]
     folder = place / "runs" / "busy"
-    command = Command(named("busy", steps=10**6), place)
+    command = start(endless, place=place)
     command.wait_for_step(folder, 1)
-    screen = finish(named("busy", steps=10**6), place, code=2)
-    assert len(screen.splitlines()) == 1
-    assert f"pid {command.pid}" in screen
-    assert os.uname().nodename in screen
+    said = run(endless, place=place, code=2).out
+    assert len(said.splitlines()) == 1
+    assert f"pid {command.pid}" in said
+    assert os.uname().nodename in said
     os.kill(command.pid, signal.SIGINT)
     ended = command.end()
-    assert (ended.code, ended.left) == (75, []), ended.screen
+    assert (ended.code, ended.left) == (75, []), ended.out
     assert (status(folder)["state"], status(folder)["reason"]) == ("preempted", "SIGINT")
     # what was killed lets go of its folder too
-    command = Command(named("busy", steps=10**6), place)
+    command = start(endless, place=place)
     command.wait_for_step(folder, status(folder)["step"] + 1)
     command.kill()
     assert command.end().code == -signal.SIGKILL
-    finish(named("busy", steps=1), place)
+    run([*endless, "loop.steps=1"], place=place)
+
+
+# ------------------------------------------------------------------------------------------------ what a start does
+
+
+def test_one_process_does_not_import_the_compiler(tmp_path: Path) -> None:
+    own = ["strategy=auto", "optimizer=adamw", "ema.decay=0.9", "loop.max_norm=1", "run.dir=run"]
+    words = [*WORDS, *own, "device=cpu", "log=[]", "loop.steps=1"]
+    ended = Command([sys.executable, "-X", "importtime", "-m", "trainer", *words], tmp_path).end()
+    imported = set(re.findall(r"^import time:.*\| +(\S+)$", ended.out, re.M))
+    assert (ended.code, "torch.optim.adamw" in imported) == (0, True), ended.out[-2000:]
+    assert not {"torch._dynamo", "torch._inductor"} & imported
+
+
+LIGHTNING = """
+from torch import nn
+
+class Light(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+    def configure_optimizers(self):
+        raise AssertionError
+
+    def training_step(self, batch, index):
+        raise AssertionError
+"""
+
+
+def test_methods_that_lightning_would_call_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "light.py").write_text(LIGHTNING)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "light.yaml").write_text("_target_: light.Light")
+    words = ["--config-dir", "conf", "model=light", "loop.steps=1", "strategy=single", "log=[console]"]
+    said = " ".join(run(words, place=tmp_path).out.split())
+    assert "note Light.configure_optimizers is not called: the optimizer is chosen with optimizer=" in said
+    assert "note Light.training_step is not called: the task says the loss, task=" in said
+
+
+def test_a_folder_is_named_by_what_a_strategy_came_to(tmp_path: Path) -> None:
+    for strategy, name in (("auto", "single"), ("mesh", "fsdp")):
+        ended = run([*SMALL, f"strategy={strategy}", "loop.steps=1", f"run.root={name}"], place=tmp_path)
+        assert ended.folder.name.endswith(f"_mlp_{name}")
+
+
+def test_a_start_that_is_refused_late_leaves_no_folder_and_no_run_that_seems_to_run(tmp_path: Path) -> None:
+    wrong, said = [*WORDS, "loop.steps=1", "checkpoint.best=makro"], "checkpoint.best=makro: the task's metrics are"
+    assert said in run(wrong, place=tmp_path, code=2).out
+    assert [*tmp_path.glob("runs/*")] == []
+    ended = run([*wrong, "run.dir=."], place=tmp_path, code=2)
+    assert ended.status["state"] == "failed"
+    assert ended.status["reason"].startswith("checkpoint.best=makro")

@@ -5,19 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.inside import here
-from trainer.messages import Refusal
+from tests.run import ROOT, run
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "problems.md").read_text()
+PAGE = (ROOT / "docs" / "problems.md").read_text()
 ANSWERS = re.findall(r"^\$ python -m trainer (.+)\n((?:(?!```).+\n)+)```", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "answer"), ANSWERS)
-def test_a_command_of_the_page_is_refused_in_its_words(
-    words: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refusal) as refused:
-        here(*words.split())
-    whole, start = str(refused.value), answer.strip()
+def test_a_command_of_the_page_is_refused_in_its_words(words: str, answer: str, tmp_path: Path) -> None:
+    whole, start = run(words.split(), place=tmp_path, code=2).out.rstrip("\n"), answer.strip()
     assert whole.startswith(start.removesuffix("…")) if start.endswith("…") else whole == start

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, files_below, lines, status
-from tests.inside import here
-from trainer.messages import Refusal
+from tests.run import SMALL, files_below, lines, run, status
 
 WORDS = (*SMALL, "strategy=single", "schedule=constant", "loop.global_batch=120")
 
@@ -22,29 +20,25 @@ def words(folder: Path, *others: str, steps: int = 4) -> list[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps."""
     folder = tmp_path_factory.mktemp("start") / "trained"
-    assert here(*words(folder)) == 0
+    run(words(folder))
     return folder
 
 
-@pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.long), 4])
-def test_a_start_that_leaves_nothing_to_train_is_refused_and_makes_nothing(trained, tmp_path, steps):
-    for start in (trained, trained / "checkpoints" / "step-00000004"):
-        with pytest.raises(Refusal, match=rf"of step 4 and this run ends at step {steps}.* loop\.steps={4 + steps} "):
-            here(*words(tmp_path / "new", f"run.resume={start}", steps=steps))
+def test_a_start_that_leaves_nothing_to_train_is_refused_and_makes_nothing(trained: Path, tmp_path: Path) -> None:
+    for start, steps in ((trained, 4), (trained / "checkpoints" / "step-00000004", 3)):
+        said = run(words(tmp_path / "new", f"run.resume={start}", steps=steps), code=2).out
+        assert f"of step 4 and this run ends at step {steps}" in said
+        assert f" loop.steps={4 + steps} " in said
     assert files_below(tmp_path) == set()
-    with pytest.raises(Refusal, match=rf"; loop\.steps={4 + steps} loop\.epochs=1 trains"):  # both bound this run
-        here(*words(tmp_path / "new", f"run.resume={trained}", "loop.epochs=9", steps=steps))
-
-
-def test_what_the_refusal_names_works(trained, tmp_path):
-    assert here(*words(tmp_path, f"run.resume={trained}", steps=7)) == 0
+    both = words(tmp_path / "new", f"run.resume={trained}", "loop.epochs=9")  # both bound this run
+    assert "; loop.steps=8 loop.epochs=1 trains" in run(both, code=2).out
+    # what the refusal names works
+    run(words(tmp_path, f"run.resume={trained}", steps=7))
     assert [line["step"] for line in lines(tmp_path, "train")] == [5, 6, 7]
 
 
-def test_a_start_of_another_network_is_refused_with_what_differs(trained, tmp_path):
-    with pytest.raises(Refusal) as caught:
-        here(*words(tmp_path / "new", f"run.resume={trained}", "model.width=48", steps=9))
-    said = str(caught.value)
+def test_a_start_of_another_network_is_refused_with_what_differs(trained: Path, tmp_path: Path) -> None:
+    said = run(words(tmp_path / "new", f"run.resume={trained}", "model.width=48", steps=9), code=2).out
     assert "is (32, 64) in the checkpoint, (48, 64) here" in said
     assert "model.width: 32 → 48" in said
     assert f"leave run.resume={trained} out" in said
@@ -52,33 +46,33 @@ def test_a_start_of_another_network_is_refused_with_what_differs(trained, tmp_pa
     assert files_below(tmp_path) == set()
 
 
-@pytest.mark.parametrize("accepted", ["true", pytest.param("false", marks=pytest.mark.long)])
-def test_another_network_spoils_no_folder(trained, tmp_path, accepted):
+def test_another_network_spoils_no_folder(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-    for other in ("model.width=48", "model.depth=3"):
-        with pytest.raises(Refusal) as caught:
-            here(*words(folder, other, f"run.accept_changes={accepted}", steps=6))
-        assert "accept_changes" not in str(caught.value)
-        assert other.replace("=", ": 32 → " if "width" in other else ": 2 → ") in str(caught.value)
-        assert "in the checkpoint" in str(caught.value)
+    for other, accepted in (("model.width=48", "true"), ("model.depth=3", "true"), ("model.width=48", "false")):
+        said = run(words(folder, other, f"run.accept_changes={accepted}", steps=6), code=2).out
+        assert "accept_changes" not in said
+        assert other.replace("=", ": 32 → " if "width" in other else ": 2 → ") in said
+        assert "in the checkpoint" in said
     assert {path: path.read_bytes() for path in before} == before
-    assert here(*words(folder, steps=6)) == 0  # the original command goes on
+    run(words(folder, steps=6))  # the original command goes on
     assert (status(folder)["state"], status(folder)["resume_step"]) == ("completed", 4)
 
 
-def test_keys_that_a_later_version_brings_change_nothing_where_they_say_what_was_so(trained, tmp_path):
+def test_keys_that_a_later_version_brings_change_nothing_where_they_say_what_was_so(
+    trained: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     (config := folder / "config.yaml").write_text(older(config.read_text(), "erase", "freeze", "groups", "decay"))
     # nor does what the task is told of the data
     config.write_text(config.read_text().replace("label_smoothing: 0.0\n  num_classes: 10\n", "label_smoothing: 0.0\n"))
-    assert here(*words(folder, steps=5)) == 0
+    run(words(folder, steps=5))
     # the rest of them is a change, for what was so before is not what the key says
     config.write_text(older(config.read_text(), "erase", "freeze", "groups", "decay"))
-    with pytest.raises(Refusal, match=r"data\.augment\.erase: absent → 0\.5\n  optimizer\.decay: absent → \"all\""):
-        here(*words(folder, "data.augment.erase=0.5", "optimizer.decay=all", steps=6))
+    said = run(words(folder, "data.augment.erase=0.5", "optimizer.decay=all", steps=6), code=2).out
+    assert 'data.augment.erase: absent → 0.5\n  optimizer.decay: absent → "all"' in said
 
 
 def older(text: str, *keys: str) -> str:

@@ -9,8 +9,9 @@ FOLDER = Path("/dev/shm")
 
 
 def names() -> set[str]:
-    """What is there."""
-    return {path.name for path in FOLDER.iterdir()} if FOLDER.is_dir() else set()
+    """What is there. Not semaphores, which say nothing of whose they are and lose their names at once."""
+    found = FOLDER.iterdir() if FOLDER.is_dir() else []
+    return {path.name for path in found if path.is_file() and not path.name.startswith("sem.")}
 
 
 def left(before: set[str]) -> list[str]:
