@@ -1,4 +1,4 @@
-"""scripts/train and scripts/test: set up once, start the processes, end as the run did; scripts/bench leaves figures."""
+"""scripts/train, scripts/test: set up once, start the processes, end as the run did; scripts/bench leaves figures."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 def test_a_test_that_is_named_runs_long_and_the_others_of_other_files_do_not(tmp_path: Path) -> None:
     file = "import pytest\n\n@pytest.mark.long\n@pytest.mark.parametrize('n', [1, 2])\ndef test_much(n): ...\n"
     file += "def test_little(): ...\nclass TestAll:\n    @pytest.mark.long\n    def test_in_it(self): ...\n"
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\nfrom tests.conftest import LEFT_OUT\n")
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n")
     for name in ("test_one.py", "test_other.py"):
         (tmp_path / name).write_text(file)
