@@ -14,25 +14,21 @@ import runpy
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 from argparse import Namespace
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.commands import SMALL, curve, far, finish_all, lines
-from tests.inside import product
 from tests.migrating.files import TESTED, write
-from tests.processes import Processes
-from trainer.configuration.compose import compose
-from trainer.configuration.schema import parse_settings
-from trainer.jobs.initial_weights import InitialWeights
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.ranks import Processes
+from tests.run import SMALL, curve, far, lines, quickly, run
 
 pytestmark = pytest.mark.slow
 
@@ -88,28 +84,12 @@ def words(name: str, *more: str) -> list[str]:
     return [*lab, *own, *exactly, *more]
 
 
-def launcher(name: str) -> list[str]:
-    """What starts the command, with this Python."""
-    start, own = typed(name)
-    module = [*TORCHRUN, "-m", "trainer"] if start[0] == "torchrun" else ["-m", "trainer"]
-    return [sys.executable, *module, *(word for word in own if word.startswith("processes="))]
-
-
 def pictures_of(name: str) -> str:
     """The data set of a program."""
     return "cifar10" if name in ("dp", "ddp") else "fashion_mnist"
 
 
-def train(launch: Launch, home: Path, own: list[str]) -> int:
-    """`python -m trainer …` in a folder with a lab; the exit code."""
-    sys.path.insert(0, str(home))
-    try:
-        return product(launch, home, own)
-    finally:
-        _leave(home)
-
-
-def by_hand(launch: Launch, home: Path, port: int) -> str:
+def by_hand(launch: Any, home: Path, port: int) -> str:
     """What a process that mp.spawn has started does with the script; what it prints."""
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     before, screen = os.getcwd(), io.StringIO()
@@ -121,13 +101,9 @@ def by_hand(launch: Launch, home: Path, port: int) -> str:
         return screen.getvalue()
     finally:
         os.chdir(before)
-        _leave(HERE)
-
-
-def _leave(place: Path) -> None:
-    sys.path.remove(str(place))
-    for name in [name for name in sys.modules if name.split(".")[0] == "lab"]:  # other tests have other labs
-        del sys.modules[name]
+        sys.path.remove(str(HERE))
+        for name in [name for name in sys.modules if name.split(".")[0] == "lab"]:  # other tests have other labs
+            del sys.modules[name]
 
 
 def _free_port() -> int:
@@ -162,7 +138,7 @@ def compare(name: str, home: Path, screen: str) -> None:
     begin = [f"init_from={home / LEFT[name]}", "optimizer.lr=0", "loop.steps=1", "strategy=single", "run.dir=on"]
     # in what is frozen the BatchNorms keep their statistics, too
     frozen = ["model.freeze=[backbone]"] if pictures_of(name) == "cifar10" else []
-    assert train(Launch(), home, words(name, *begin, *frozen)) == 0
+    run(words(name, *begin, *frozen), place=home)
     log = (home / "on" / "logs" / "rank-0.log").read_text()
     assert "tensors from" in log
     assert "stay as built" not in log
@@ -184,17 +160,16 @@ def same_but_for_one(exact: float, padded: float) -> None:
 @pytest.mark.long
 def test_the_workers_of_a_script_and_our_ranks_learn_the_same(processes: Processes, home: Path) -> None:
     screen, *_ = processes.run(2, by_hand, home, _free_port())
-    assert processes.run(2, train, home, words("spawn", "run.dir=run")) == [0, 0]
+    run(words("spawn", "run.dir=run"), 2, "group", place=home)
     compare("spawn", home, screen)
     # of 401 samples the script makes 13 steps: the last one is smaller, and has a sample that an earlier one had
     assert len(figures("spawn", home, screen)[0]) == 2 * 13
     assert len(curve(home / "run")) == 2 * 12
 
 
-def test_the_commands_are_taken_as_they_stand(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home)
-    for name in (*STARTED, "turns"):
-        parse_settings(compose(typed(name)[1]))
+@pytest.mark.parametrize("name", quickly((*STARTED, "turns"), "ddp"))
+def test_a_command_is_taken_as_it_stands(home: Path, name: str) -> None:
+    assert "loop:" in run([*typed(name)[1], "--cfg", "job"], how="process", place=home).out
 
 
 @pytest.mark.long
@@ -204,43 +179,51 @@ def test_a_program_and_the_command_that_replaces_it_learn_the_same(name: str, ho
     if not find_spec(package):
         pytest.skip(f"needs {package}: pip install -e '.[bench]'")
     theirs = [sys.executable, *STARTED[name], str(HERE / f"tutorial_{name}.py")]
-    screen, _ = finish_all([theirs, [*launcher(name), *words(name, "run.dir=run")]], home)
+    screen = subprocess.run(theirs, cwd=home, check=True, capture_output=True, text=True).stdout
+    start, own = typed(name)
+    several = start[0] == "torchrun" or "processes=2" in own
+    run(
+        words(name, "run.dir=run"), 2 if several else 1, "torchrun" if start[0] == "torchrun" else "process", place=home
+    )
     compare(name, home, screen)
 
 
-def test_optimizers_that_take_turns_do_so_under_every_strategy_and_after_a_resume(
-    processes: Processes, home: Path
-) -> None:
-    screen, *_ = finish_all([[sys.executable, str(HERE / "tutorial_turns.py")]], home)
+TURNS = {
+    "single": [],
+    "ddp": ["strategy.find_unused_parameters=true"],
+    "fsdp": [],
+    "zero1": [],
+}
+
+
+@pytest.mark.parametrize("strategy", quickly(TURNS, "single"))
+def test_optimizers_that_take_turns_do_so_after_a_resume_too(processes: Processes, home: Path, strategy: str) -> None:
+    theirs = [sys.executable, str(HERE / "tutorial_turns.py")]
+    screen = subprocess.run(theirs, cwd=home, check=True, capture_output=True, text=True).stdout
     losses, _ = figures("turns", home, screen)
-    for size, own in (
-        (1, ["single"]),
-        (2, ["ddp", "strategy.find_unused_parameters=true"]),
-        (2, ["fsdp"]),
-        (2, ["zero1"]),
-    ):
-        run = ["--config-dir", "lab/conf", "experiment=turns", f"strategy={own[0]}", *own[1:], f"run.dir={own[0]}"]
-        for steps in (9, 24):  # the second one goes on with the generator's turn
-            more = ["device=cpu", "loop.log_every=1", "loop.epochs=null", f"loop.steps={steps}"]
-            assert processes.run(size, train, home, [*run, *more]) == [0] * size
-        assert far(curve(home / own[0]), losses) < 1e-6
+    turns = ["--config-dir", "lab/conf", "experiment=turns", f"strategy={strategy}", *TURNS[strategy], "run.dir=run"]
+    for steps in (9, 24):  # the second one goes on with the generator's turn
+        more = ["loop.log_every=1", "loop.epochs=null", f"loop.steps={steps}"]
+        run([*turns, *more], 1 if strategy == "single" else 2, "group", place=home)
+    assert far(curve(home / "run"), losses) < 1e-6
 
 
 def test_weights_beside_objects_are_refused_until_they_stand_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    network = torch.nn.Linear(2, 3)
-    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    network = torch.nn.Linear(64, 10)
+    state = {f"net.1.{name}": value for name, value in network.state_dict().items()}
     torch.save({"state_dict": state, "hyper_parameters": Namespace(lr=0.1)}, "best.ckpt")
-    with pytest.raises(
-        Refusal, match=r"best\.ckpt: it holds a argparse\.Namespace, which only running code could read"
-    ):
-        InitialWeights("best.ckpt", "-loss").find(network)
+    begin = ["~model", "+model._target_=torch.nn.Sequential", "loop.steps=1", "trust=[torch]", "run.dir=run"]
+    begin += [
+        "+model._args_=[{_target_: torch.nn.Flatten},{_target_: torch.nn.Linear,in_features: 64,out_features: 10}]"
+    ]
+    said = run([*begin, "init_from=best.ckpt"], code=2).out
+    assert "best.ckpt: it holds a argparse.Namespace, which only running code could read" in said
     exec(re.search(r'^python -c "(.*)"$', PAGE, re.MULTILINE)[1])
-    initial = InitialWeights("net.pt", "-loss")
-    initial.find(network)
-    assert initial.lines == [f"weights     2 tensors from {tmp_path / 'net.pt'}, its net.*"]
+    run([*begin, "init_from=net.pt"])
+    assert "2 tensors from" in (tmp_path / "run/logs/rank-0.log").read_text()
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -255,11 +238,10 @@ def rows() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(
     "own",
-    [pytest.param(row, id=" ".join(row), marks=pytest.mark.long if at % 10 else ()) for at, row in enumerate(rows())],
+    [pytest.param(row, id=" ".join(row), marks=pytest.mark.long if at % 20 else ()) for at, row in enumerate(rows())],
 )
 def test_the_words_that_replace_a_script_train(tmp_path: Path, own: tuple[str, ...]) -> None:
     small = (*SMALL, "loop.global_batch=120", "loop.eval_every=1", f"run.dir={tmp_path / 'run'}")
     # of a key's values the last one: precision=bf16, precision=fp16
     last = {word.split("=")[0]: word for word in (*small, *own, "loop.steps=2")}
-    assert product(Launch(), tmp_path, [*last.values()]) == 0
-    assert lines(tmp_path / "run", "train")[-1]["step"] == 2
+    assert run([*last.values()]).lines("train")[-1]["step"] == 2
