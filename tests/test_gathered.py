@@ -80,10 +80,6 @@ class Fewer(Ranked):
     def gathered(self, output, target):
         return {"scores": output.mean(0)}
 
-class Twice(Ranked):
-    def gathered(self, output, target):
-        return {**super().gathered(output, target), "loss": target}
-
 class Named(Ranked):
     def metrics(self, output, target):
         return {"loss": (output.argmax(1) == target).sum()}
@@ -99,7 +95,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("home")
     files = {"lab.py": LAB, "conf/model/net.yaml": "_target_: ranklab.lab.net\n"}
     files |= {"conf/data/points.yaml": "_target_: ranklab.lab.Points\n"}
-    for name in ("Ranked", "Added", "Kept", "Wider", "Fewer", "Twice", "Named", "Stepped"):
+    for name in ("Ranked", "Added", "Kept", "Wider", "Fewer", "Named", "Stepped"):
         files[f"conf/task/{name.lower()}.yaml"] = f"_target_: ranklab.lab.{name}\n"
     for name, text in files.items():
         (place / "ranklab" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +152,6 @@ SAID = {
     "kept": "task: self.figures is a MetricCollection of torchmetrics, an object that remembers what",
     "wider": "Wider.gathered: scores changes from micro-batch to micro-batch: (B, 17) and (B, 18)",
     "fewer": "Fewer.gathered: scores is of shape (2,) for",
-    "twice": "Task.gathered: loss is the name of a sum already",
     "named": "Task.metrics: loss is the name of a sum already",
     "stepped": "Task.metrics: step is the name of something else in metrics.jsonl",
 }

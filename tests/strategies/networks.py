@@ -176,31 +176,6 @@ class DrawingNet(nn.Module):
         return Plan({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}, shard=("blocks.*",))
 
 
-class Foreign(nn.Module):
-    """What others have written: batch statistics, stochastic depth, dropout of channels, a transformer with its usual.
-
-    x: (B, WIDTH) read as (B, 3, 2, 2). The transformer has time first, as torch's own by default.
-    """
-
-    def __init__(self) -> None:
-        from torchvision.models.efficientnet import MBConv, MBConvConfig  # here, because the import takes seconds
-
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16)
-        self.begin = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.SiLU())
-        self.conv = MBConv(MBConvConfig(2, 3, 1, 8, 8, 1), 0.3, nn.BatchNorm2d)
-        self.channels = nn.Dropout2d(0.2)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.channels(self.conv(self.begin(x.view(-1, 3, 2, 2))))
-        return self.head(self.encoder(x.flatten(2).permute(2, 0, 1)).mean(0))
-
-    def plan(self) -> Plan:
-        return Plan(shard=("conv", "encoder.layers.*"), cuts=("encoder",))
-
-
 class Levels(nn.Module):
     """A U-Net as people write it: lists in lists, and values that skip everything between."""
 

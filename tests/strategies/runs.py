@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,11 @@ def alike(seen: Seen, reference: Seen, start: int = 0, within: float = 1e-10) ->
     assert own.keys() == other.keys()
     for name, value in own.items():
         assert (value.shape, value.dtype) == (other[name].shape, other[name].dtype), name
-        torch.testing.assert_close(
-            value, other[name], rtol=0, atol=within, msg=lambda said, name=name: f"{name}: {said}"
-        )
+        torch.testing.assert_close(value, other[name], rtol=0, atol=within, msg=partial(_named, name))
+
+
+def _named(name: str, said: str) -> str:
+    return f"{name}: {said}"
 
 
 def same_bits(seen: Seen, reference: Seen, start: int = 0) -> None:

@@ -10,13 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from tests.ranks import Processes
 from tests.run import lines, quickly, run
-from tests.strategies.networks import CLASSES, LENGTH, VOCABULARY, Next, TokenData, Tokens
+from tests.strategies.networks import CLASSES, LENGTH, VOCABULARY, TokenData, Tokens
 from tests.strategies.runs import Train, alike
 from trainer import GatheredKeys, Plan, ShiftedPlaces, Task
 
@@ -102,25 +99,6 @@ class Attending(nn.Module):
         return Plan(context={"core": GatheredKeys(), **PLACES})
 
 
-class InOnePiece(ParallelStyle):
-    """What somebody else may have written for attention, who takes it that a rank's tokens are one piece."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            own = [DTensor.from_local(x, device_mesh, [Shard(2)]) for x in args[1:3]]
-            wholes = [x.full_tensor(grad_placements=[Partial()]) for x in own]
-            seen = (device_mesh.get_local_rank() + 1) * args[0].shape[2]
-            return args[0], *(whole[:, :, :seen] for whole in wholes), *args[3:]
-
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-class AttendingByOthers(Attending):
-    def plan(self) -> Plan:
-        return Plan(context={"core": InOnePiece(), **PLACES})
-
-
 class Numbers(Tokens):
     """The same as numbers, and a class for each of them."""
 
@@ -161,7 +139,6 @@ class Each(Task):
         (Looking, SixData),  # 6 / 4 pieces is not whole
         (Attending, NumberData),
         (Attending, SixData),
-        (AttendingByOthers, NumberData),
     ],
 )
 def test_a_network_of_others_learns_from_stretches_by_its_plan(train: Train, network: Any, data: Any) -> None:
@@ -176,14 +153,6 @@ class Twelve(Numbers):
 
 class TwelveData(TokenData):
     kind = Twelve
-
-
-class SixOf(Tokens):
-    length = 6
-
-
-class SixTokens(TokenData):
-    kind = SixOf
 
 
 @pytest.mark.parametrize("ranks", quickly([2, 3], 2))
@@ -213,6 +182,10 @@ WORDS = {
         f"{BOOK} strategy=mesh strategy.pipe=2 strategy.context=2",
         "the stages of a pipeline take whole sequences; strategy.pipe=1 with",
     ),
+    "split again": (
+        f"{BOOK} data.length=6 strategy=ddp_cp strategy.context=2 strategy.tensor=2 model.sequence=true",
+        "6 / 2 context ranks / 2 tensor ranks is not whole; lengths that work: 4 and 8",
+    ),
     "ddp": (f"{BOOK} strategy=ddp strategy.context=2", "It is a key of strategy=cp or ddp_cp or"),
     "processes": (
         f"{BOOK} strategy=ddp_cp strategy.context=4",
@@ -229,15 +202,9 @@ def typed(words: str) -> list[str]:
 @pytest.mark.parametrize("what", WORDS)
 def test_what_cannot_be_cut_is_refused_before_any_group(processes: Processes, tmp_path: Path, what: str) -> None:
     words, said = WORDS[what]
-    ended = run(typed(words), 2, "group", place=tmp_path, code=2)
+    ended = run(typed(words), 4 if "tensor=2" in words else 2, "group", place=tmp_path, code=2)
     assert said in ended.out
     assert not (tmp_path / "run").exists()
-
-
-def test_stretches_that_tensor_ranks_split_again_must_divide_too(train: Train) -> None:
-    words = "strategy=ddp_cp strategy.context=2 strategy.tensor=2"
-    said = train.refused(words, 4, model="llama sequence", task=Next, data=SixTokens)
-    assert "6 / 2 context ranks / 2 tensor ranks is not whole; lengths that work: 4 and 8" in said
 
 
 def test_what_is_trained_on_stretches_is_evaluated_by_any_strategy_and_predicts_nothing(

@@ -30,12 +30,6 @@ def test_an_open_degree_takes_what_the_others_leave() -> None:
             " nearest: strategy.shard=3, or strategy.replicate=3; or start 4 processes",
         ),
         (
-            4,
-            {"replicate": 1, "shard": None, "tensor": 3},
-            "4 processes / (strategy.replicate 1 × strategy.tensor 3 = 3) is not whole;"
-            " nearest: strategy.tensor=4, or strategy.tensor=2; or start 3 or 6 processes",
-        ),
-        (
             1,
             {"replicate": 2, "shard": 3},
             "= 6, but 1 process was started; nearest: strategy.replicate=1 strategy.shard=1",

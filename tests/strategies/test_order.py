@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from recipes.vision.resnet import resnet18
 from recipes.vision.vit import MLP, VisionTransformer
 from tests.run import far, quickly
 from tests.strategies.networks import CLASSES, WIDTH, Rows, ToyData
@@ -38,18 +37,6 @@ def transformer(dropout: float = 0.0) -> nn.Module:
     return VisionTransformer(CLASSES, 3, 16, patch_size=4, width=24, depth=3, heads=4, dropout=dropout)
 
 
-def torchvisions() -> nn.Module:
-    from torchvision.models import VisionTransformer as Theirs
-
-    network = Theirs(16, 4, 2, 2, 32, 64, num_classes=CLASSES)
-    nn.init.normal_(network.heads.head.weight, std=0.02)  # theirs starts at zero, where nothing flows back
-    return network
-
-
-def residual() -> nn.Module:
-    return resnet18(num_classes=CLASSES, channels=3, image_size=16)
-
-
 def exact(train: Train, ranks: int, words: str, model: Any, common: str = "", within: float = 1e-10) -> None:
     common = f"{SGD} loop.steps=4 loop.global_batch=24 {common}"
     parts = {"model": model, "data": PictureData}
@@ -75,22 +62,6 @@ def test_transformers_are_cut_and_recomputed_exactly_with_their_masks(
     train: Train, ranks: int, words: str, common: str
 ) -> None:
     exact(train, ranks, words, transformer, common)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "words"), [(2, "strategy=tp"), (2, "strategy=pp"), (4, "strategy=fsdp_tp strategy.tensor=2")]
-)
-def test_so_is_one_of_torchvision(train: Train, ranks: int, words: str) -> None:
-    exact(train, ranks, f"{words} loop.micro_batches=2", torchvisions)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_a_residual_network_with_synchronised_statistics_learns_the_curve_of_one_process(
-    train: Train, strategy: str
-) -> None:
-    exact(train, 2, f"strategy={strategy} strategy.sync_bn=true", residual, within=1e-7)
 
 
 class Normed(nn.Sequential):

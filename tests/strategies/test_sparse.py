@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.run import far, quickly
+from tests.run import quickly
 from tests.strategies.runs import Train, alike
 from trainer import Plan
 
@@ -76,25 +75,6 @@ class Named(Blocks):
         return Plan(shard=("blocks.*.mixture.experts.*",))
 
 
-class Flat(nn.Module):
-    """Experts in the network itself, of which each sample takes one, by a mask."""
-
-    def __init__(self, width: int = 16, experts: int = 8) -> None:
-        super().__init__()
-        self.embed, self.gate = nn.Linear(64, width), nn.Linear(width, experts)
-        self.experts = nn.ModuleList(expert(width) for _ in range(experts))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x.flatten(1))
-        weight, chosen = self.gate(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            mask = chosen == number
-            out[mask] = self.experts[number](x[mask]) * weight[mask].unsqueeze(-1)
-        return self.head(x + out)
-
-
 class Thrown(nn.Module):
     """Layers that a die chooses, another one on each rank after some forwards: nothing shows it beforehand."""
 
@@ -109,23 +89,6 @@ class Thrown(nn.Module):
         self.left -= self.training
         x = F.gelu(self.embed(x.flatten(1)))
         return self.head(self.layers[dist.get_rank() % 2 if thrown else 0](x))
-
-
-class Dropped(nn.Module):
-    """Layers that all ranks leave out together, at random."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(64, width), nn.Linear(width, 10)
-        self.layers = nn.ModuleList(expert(width) for _ in range(4))
-        self.dice = random.Random(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x.flatten(1))
-        for layer in self.layers:
-            if not self.training or self.dice.random() < 0.7:
-                x = x + layer(x)
-        return self.head(x)
 
 
 class Windows(nn.Module):
@@ -154,7 +117,7 @@ SPREAD = [
     (2, "strategy=zero1"),
     (2, "strategy=ddp strategy.find_unused_parameters=true"),
 ]
-CASES: list[Any] = [(network, *spread) for network in (Blocks, Flat) for spread in SPREAD]
+CASES: list[Any] = [(Blocks, *spread) for spread in SPREAD]
 CASES += [(Named, 2, "strategy=fsdp")]
 COMMON = "loop.global_batch=8 loop.steps=6 data=digits task=classification loop.eval_batch=32"
 
@@ -181,9 +144,3 @@ def test_who_calls_other_layers_is_refused_before_they_are_gathered(train: Train
 def test_who_begins_to_call_other_layers_is_refused_too(train: Train) -> None:
     said = train.refused(f"{COMMON} strategy=fsdp +model.forwards=3", 2, code=1, model=Thrown, task=None)
     assert "data ranks call different modules: head on rank 1; layers.0 on others, as before. " in said
-
-
-@pytest.mark.long
-def test_layers_that_all_ranks_leave_out_together_are_no_matter(train: Train) -> None:
-    one, other = (train(f"{COMMON} strategy={word}", 2, model=Dropped, task=None) for word in ("zero1", "fsdp"))
-    assert far(one.losses, other.losses) < 1e-10
