@@ -74,7 +74,7 @@ def test_every_strategy_has_the_curve_and_the_checkpoint_of_one_process(train: T
     keeps_the_contract(train, where, task=Weighted)
 
 
-@pytest.mark.parametrize("where", PAIRS_OF_AXES)
+@pytest.mark.parametrize("where", quickly(PAIRS_OF_AXES, "ddp_tp on 4", "pipe and tensor on 4"))
 def test_so_has_every_pair_of_axes(train: Train, where: str) -> None:
     ranks, words = SPREAD[where]
     seen = train(f"{AVERAGED} {words} loop.micro_batches=2 loop.save_every=5", ranks, task=Weighted)

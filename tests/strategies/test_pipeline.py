@@ -73,16 +73,13 @@ class Guided(Blocks):
 
 
 class Drawing(Blocks):
-    """It draws by itself, outside of its blocks: a dropout before each of them, and which of them count half."""
+    """It draws by itself, outside of its blocks: a dropout before each of them."""
 
     def through(self, hidden: Tensor, x: Tensor) -> Tensor:
         mask = hidden.new_ones(12, 12).tril().expand(len(x), -1, -1) / len(hidden[0])
         for block in self.blocks:
-            hidden = F.dropout(hidden, 0.3, self.training)
-            halved = self.training and torch.rand([]) < 0.3
-            hidden, mask = block(hidden, mask=mask)
-            hidden = 0.5 * hidden if halved else hidden
-        return hidden + 0.1 * torch.rand_like(hidden)
+            hidden, mask = block(F.dropout(hidden, 0.3, self.training), mask=mask)
+        return hidden
 
 
 class Named(Rows):
