@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from tests.commands import SMALL, curve, finish, single, status
-from tests.inside import here
-from trainer.data.data import Data
-from trainer.jobs.resume_decision import compare_sets, identify_data
-from trainer.messages import Refusal
-from trainer.records.checkpoint.manifest import CheckpointInfo
+from tests.run import SMALL, run
+from trainer import Data
 
 
 def picture(path: Path, grey: int) -> None:
@@ -47,41 +42,37 @@ def words(place: Path, steps: int, *more: str) -> list[str]:
 
 @pytest.mark.long
 def test_other_samples_than_before_are_refused_until_they_are_accepted(place: Path) -> None:
-    first = place / "set" / "train" / "a"
-    assert here(*words(place, 2)) == 0
-    assert here(*words(place, 3)) == 0  # the same ones
-    # fewer; on the command line, as a user meets it
-    for number in range(8):
+    first, log = place / "set" / "train" / "a", place / "run" / "logs" / "rank-0.log"
+    run(words(place, 2))
+    run(words(place, 3))  # the same ones
+    for number in range(8):  # fewer
         (first / f"{number:02}.bmp").unlink()
-    screen = finish(single("device=cpu", *words(place, 4)), place, code=2)
-    assert "  samples of the training set: 40 → 32\nadd run.accept_changes=true" in screen
-    with pytest.raises(Refusal, match=r"other data:\n  samples of the training set: 40 → 32\n.*accept_changes=true"):
-        here(*words(place, 4, f"run.resume={place / 'run'}", f"run.dir={place / 'new'}"))
+    said = run(words(place, 4), code=2).out
+    assert "other data:\n  samples of the training set: 40 → 32\nadd run.accept_changes=true" in said
+    said = run(words(place, 4, f"run.resume={place / 'run'}", f"run.dir={place / 'new'}"), code=2).out
+    assert "  samples of the training set: 40 → 32\n" in said
     assert not (place / "new").exists()
-    assert here(*words(place, 4, "run.accept_changes=true")) == 0
-    assert "changed     samples of the training set: 40 → 32" in (place / "run" / "logs" / "rank-0.log").read_text()
-    assert here(*words(place, 5)) == 0  # what was accepted is known from then on
+    run(words(place, 4, "run.accept_changes=true"))
+    assert "changed     samples of the training set: 40 → 32" in log.read_text()
+    run(words(place, 5))  # what was accepted is known from then on
     # as many, of other names
     (first / "19.bmp").rename(first / "99.bmp")
-    with pytest.raises(Refusal, match="the training set: 32 samples → as many, but other samples"):
-        here(*words(place, 6))
+    assert "the training set: 32 samples → as many, but other samples" in run(words(place, 6), code=2).out
     # the old one is back; what is only evaluated may change, and that is said
     (first / "99.bmp").rename(first / "19.bmp")
     picture(place / "set" / "val" / "b" / "99.bmp", 0)
-    assert here(*words(place, 6)) == 0
-    assert "changed     samples of the evaluation set: 8 → 9" in (place / "run" / "logs" / "rank-0.log").read_text()
-    assert (status(place / "run")["step"], len(curve(place / "run"))) == (6, 6)
+    ended = run(words(place, 6))
+    assert "changed     samples of the evaluation set: 8 → 9" in log.read_text()
+    assert (ended.status["step"], len(ended.curve())) == (6, 6)
 
 
 def test_what_a_checkpoint_says_of_the_data(place: Path) -> None:
-    assert here(*words(place, 1, "data.repeat=2")) == 0
-    state = json.loads((place / "run" / "checkpoints" / "step-00000001" / "state.json").read_text())
-    assert [state["data"][part]["samples"] for part in ("training", "evaluation")] == [40, 8]
-    # of an older version, which says nothing, and of sets without a fingerprint
-    found = CheckpointInfo(Path(), 1, {}, {}, {}, state, {}, {})
-    now = {"training": {"samples": 40, "fingerprint": ""}}
-    assert compare_sets(found, now, "training") == []
-    assert compare_sets(replace(found, state={}), now, "training") == []
+    saved = run(words(place, 1, "data.repeat=2")).folder / "checkpoints" / "step-00000001" / "state.json"
+    said = json.loads(saved.read_text())["data"]
+    assert [said[part]["samples"] for part in ("training", "evaluation")] == [40, 8]
+    run(words(place, 2, "data.repeat=2"))  # the same samples
+    (place / "set" / "train" / "a" / "00.bmp").unlink()
+    assert "samples of the training set: 40 → 39" in run(words(place, 3, "data.repeat=2"), code=2).out
 
 
 class Items(Dataset):
@@ -126,7 +117,7 @@ def test_what_is_random_in_items_gives_no_false_alarm_and_nothing_is_touched(mak
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_set_or_its_data_may_say_what_it_is_and_one_that_cannot_be_read_says_nothing() -> None:
+def test_a_set_may_say_what_it_is_and_one_that_cannot_be_read_says_nothing() -> None:
     class Told(TensorDataset):
         def fingerprint(self) -> str:
             return "version 3"
@@ -138,15 +129,6 @@ def test_a_set_or_its_data_may_say_what_it_is_and_one_that_cannot_be_read_says_n
         def __getitem__(self, at: int) -> Tensor:
             raise OSError("a file that is not there")
 
-    class Own(Data):
-        def fingerprint(self, dataset: Any) -> str:
-            return "mine"
-
     assert known(Told(torch.zeros(3))) == "version 3"
     assert known(Pair()) == ""
-    assert identify_data(Own(), Pair(), 5, None) == {
-        "classes": [],
-        "training": {"samples": 5, "fingerprint": "mine"},
-        "evaluation": {"samples": 0, "fingerprint": ""},
-    }
     assert known(TensorDataset(torch.zeros(3))) != known(TensorDataset(torch.zeros(4)))

@@ -14,11 +14,9 @@ from safetensors.torch import load_file
 
 from recipes.vision.augment import Augment
 from recipes.vision.digits import Digits
-from tests.inside import here, product
-from tests.processes import Processes
+from tests.ranks import Processes
+from tests.run import run
 from tests.test_class_names import COLOURS, TRAINING, colours
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
 
 WORDS = ("job=predict", "run.dir=run")
 SPREAD = {"ddp on 3": (3, ("strategy=ddp",)), "fsdp on 2": (2, ("strategy=fsdp",)), "pp on 2": (2, ("strategy=pp",))}
@@ -29,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose training pictures are gone."""
     place = tmp_path_factory.mktemp("inputs")
     colours(place / "own", {name: name for name in COLOURS})
-    assert product(Launch(), place, [*TRAINING, f"data.root={place / 'own'}", "model.depth=2"]) == 0
+    run([*TRAINING, f"data.root={place / 'own'}", "model.depth=2"], place=place)
     shutil.rmtree(place / "own")
     return place
 
@@ -59,81 +57,61 @@ def answers() -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
     return rows, lines
 
 
-def test_the_class_of_one_photo_is_on_the_screen(new: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert here(*WORDS, "job.inputs=new/bee/0.png") == 0
+def test_the_class_of_one_photo_is_on_the_screen(new: Path) -> None:
+    screen = run([*WORDS, "job.inputs=new/bee/0.png"]).out
     (row,), (line,) = answers()
     assert (row["file"], row["class"], line["error"]) == ("new/bee/0.png", "bee", None)
     assert float(row["probability"]) == line["probabilities"]["bee"] == max(line["probabilities"].values()) > 0.34
     assert sorted(line["probabilities"]) == [*COLOURS]
     assert sum(line["probabilities"].values()) == pytest.approx(1, abs=1e-4)
-    assert f"new/bee/0.png  bee {100 * float(row['probability']):.1f} %" in capsys.readouterr().out
+    assert f"new/bee/0.png  bee {100 * float(row['probability']):.1f} %" in screen
 
 
 @pytest.mark.parametrize("where", ["new", "new/**/*", "list.txt"])
-def test_a_row_for_each_input_and_damaged_ones_say_so(
-    new: Path, where: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_for_each_input_and_damaged_ones_say_so(new: Path, where: str) -> None:
     pictures = sorted(str(path.relative_to(new.parent)) for path in new.rglob("*") if path.suffix in (".png", ".jpg"))
-    Path("list.txt").write_text("\n".join(reversed(pictures)) + "\n\n")
-    assert here(*WORDS, f"job.inputs={where}") == 0
+    Path("list.txt").write_text("\n".join([*reversed(pictures), "nowhere.png"]) + "\n\n")
+    screen = run([*WORDS, f"job.inputs={where}"]).out
     rows, lines = answers()
-    assert [row["file"] for row in rows] == pictures
-    damaged = {"new/cut.jpg", "new/ant/empty.png"}
+    missing = ["./nowhere.png"] if where == "list.txt" else []
+    assert [row["file"] for row in rows] == missing + pictures
+    damaged = {"new/cut.jpg", "new/ant/empty.png", *missing}
     assert {line["file"] for line in lines if line["error"]} == damaged
     assert all(line["class"] == Path(line["file"]).parent.name for line in lines if not line["error"])
     assert all(row["class"] == row["probability"] == "" for row in rows if row["file"] in damaged)
-    screen = capsys.readouterr().out
-    assert "damaged     2 of 8 inputs" in screen
+    assert f"damaged     {len(damaged)} of {len(rows)} inputs" in screen
     assert all(name in screen for name in damaged)
-
-
-def test_what_a_list_names_and_is_not_there_is_a_row(new: Path) -> None:
-    Path("new/list").write_text("bee/0.png\nnowhere.png\n")  # as seen from the list
-    assert here(*WORDS, "job.inputs=new/list") == 0
-    _, (found, missing) = answers()
-    assert (found["file"], found["class"]) == ("new/bee/0.png", "bee")
-    assert missing == {
-        "file": "new/nowhere.png",
-        "class": None,
-        "probabilities": {},
-        "error": "cannot be read as a picture: No such file or directory",
-    }
+    if missing:
+        assert lines[0]["error"] == "cannot be read as a picture: No such file or directory"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", SPREAD)
 def test_on_any_placement_the_same_rows(new: Path, processes: Processes, where: str) -> None:
-    assert here(*WORDS, "job.inputs=new", "loop.eval_batch=5") == 0
+    words, (size, more) = [*WORDS, "job.inputs=new", "loop.eval_batch=5"], SPREAD[where]
+    run(words)
     one = answers()[1]
-    size, words = SPREAD[where]
-    assert (
-        processes.run(size, product, Path.cwd(), [*WORDS, "job.inputs=new", "loop.eval_batch=5", *words]) == [0] * size
-    )
+    run([*words, *more], size, "group")
     for left, right in zip(one, answers()[1], strict=True):
         assert left["probabilities"] == pytest.approx(right["probabilities"], abs=1e-5)
         assert {**left, "probabilities": 0} == {**right, "probabilities": 0}
     # fewer inputs than ranks
-    alone = [*WORDS, "job.inputs=new/bee/0.png", *words]
-    assert processes.run(size, product, Path.cwd(), alone) == [0] * size
+    run([*WORDS, "job.inputs=new/bee/0.png", *more], size, "group")
     assert [line["class"] for line in answers()[1]] == ["bee"]
 
 
-@pytest.mark.parametrize(
-    ("where", "said"),
-    [
+def test_nothing_to_look_at_is_said(new: Path) -> None:
+    Path("empty").mkdir()
+    Path("texts").mkdir()
+    shutil.copy("new/notes.txt", "texts")
+    for where, said in (
         ("nowhere", "there is no such file or folder"),
         ("empty", "nothing was found there; expected files ending in .jpg"),
         ("texts", "nothing was found there"),
         ("'new/*.tiff'", "nothing was found there"),
-        ("new/cut.jpg", "none of 1 input could be read; the reason of each is in .*predictions.csv"),
-    ],
-)
-def test_nothing_to_look_at_is_said(new: Path, where: str, said: str) -> None:
-    Path("empty").mkdir()
-    Path("texts").mkdir()
-    shutil.copy("new/notes.txt", "texts")
-    with pytest.raises(Refusal, match=said):
-        here(*WORDS, f"job.inputs={where}")
+        ("new/cut.jpg", "none of 1 input could be read; the reason of each is in "),
+    ):
+        assert said in run([*WORDS, f"job.inputs={where}"], code=2).out
 
 
 @pytest.mark.long
@@ -141,8 +119,8 @@ def test_new_pictures_are_prepared_as_the_evaluation_prepares_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert here("model=mlp", "model.width=32", "loop.steps=40", "loop.global_batch=120", "run.dir=run") == 0
-    assert here(*WORDS) == 0
+    run(["model=mlp", "model.width=32", "loop.steps=40", "loop.global_batch=120", "run.dir=run"])
+    run(WORDS)
     own = load_file("run/predict/predictions.safetensors")["output"].softmax(1)
     # grey pictures of 8×8, white on black as the set's own, whose white is 16
     samples = Digits(Augment()).evaluation()
@@ -150,21 +128,19 @@ def test_new_pictures_are_prepared_as_the_evaluation_prepares_its_own(
     for at in range(20):
         pixels = (samples.images[at, 0].float() * 255 / 16).round().byte()
         Image.fromarray(pixels.numpy()).save(f"new/{at:02}.png")
-    assert here(*WORDS, "job.inputs=new") == 0
+    run([*WORDS, "job.inputs=new"])
     assert not Path("run/predict/predictions.safetensors").exists()  # of other samples
     for row, line in zip(own, answers()[1], strict=False):
         assert line["class"] == str(row.argmax().item())
-        assert len(line["probabilities"]) == 5
         assert [*line["probabilities"].values()] == pytest.approx(row.topk(5).values.tolist(), abs=5e-3)
-    assert here(*WORDS) == 0
+    run(WORDS)
     assert not Path("run/predict/predictions.jsonl").exists()
 
 
 @pytest.mark.long
-def test_what_does_not_tell_classes_apart_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_does_not_tell_classes_apart_is_refused(tmp_path: Path) -> None:
     words = ("task=language", "data=text", "model=gpt_nano", "data.length=16", "model.width=16", "model.depth=1")
-    assert here(*words, "loop.steps=1", "loop.global_batch=4", "loop.eval_every=null", "run.dir=run") == 0
-    Path("new.txt").write_text("a line\n")
-    with pytest.raises(Refusal, match=r"NextToken does not say how its outputs are classes.*job=generate"):
-        here(*WORDS, "job.inputs=new.txt")
+    run([*words, "loop.steps=1", "loop.global_batch=4", "loop.eval_every=null", "run.dir=run"], place=tmp_path)
+    (tmp_path / "new.txt").write_text("a line\n")
+    said = run([*WORDS, "job.inputs=new.txt"], place=tmp_path, code=2).out
+    assert "NextToken does not say how its outputs are classes" in said

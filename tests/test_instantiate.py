@@ -219,8 +219,8 @@ def test_all_wrong_arguments_are_told_together(built: Built) -> None:
     ]
     # behind **words only the callee knows
     assert "model.widht" in built("biolab.net.Loose", width=1, widht=1)
-    for values, said in (({"_convert_": "none"}, "only _target_"), ({"_partial_": "yes"}, "(true or false)")):
-        assert said in built(NET, width=1, **values)
+    for reserved, said in (({"_convert_": "none"}, "only _target_"), ({"_partial_": "yes"}, "(true or false)")):
+        assert said in built(NET, width=1, **reserved)
     # and of very many the first
     first, *_, last = lines = built(NET, width=1, **{f"key{at}": 1 for at in range(100)}).splitlines()
     assert len(lines) == 11

@@ -37,10 +37,7 @@ class Numbers(Dataset):
 
 
 class InMemory(Numbers):
-    read = 0  # samples
-
     def batch(self, indices: Tensor) -> Any:
-        self.read += len(indices)
         return {"x": indices.unsqueeze(1).double()}, indices.clone()
 
 
@@ -166,13 +163,6 @@ def test_the_partner_of_a_sample_is_half_a_global_batch_away(kind: type, size: i
     assert all(len(stream(kind(50), rank, size, data=PairedData()).example()[1][0]) == 2 for rank in range(size))
 
 
-@pytest.mark.parametrize(("ranks", "needed"), [(1, 12), (2, 6), (3, 4), (4, 6)])
-def test_partners_are_read_once_where_ranks_have_as_many_samples_an_even_number(ranks: int, needed: int) -> None:
-    for rank in range(ranks):
-        list(stream(dataset := InMemory(12), rank, ranks, data=PairedData()).epoch(0))
-        assert dataset.read == needed
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 5), (5, 1), (2, 7)])
 def test_another_number_of_ranks_goes_on_in_the_middle_of_an_epoch(before: int, after: int) -> None:
     def steps(size: int, start: int) -> list[list[Any]]:
@@ -180,13 +170,6 @@ def test_another_number_of_ranks_goes_on_in_the_middle_of_an_epoch(before: int, 
         return [sorted(pair for one in step for pair in one) for step in zip(*shared, strict=True)]
 
     assert steps(after, 24) == steps(before, 0)[2:]
-
-
-@pytest.mark.parametrize(("samples", "size", "rows"), [(50, 12, 2), (16, 12, 1), (12, 5, 2)])
-def test_an_example_has_as_many_samples_on_every_rank(samples: int, size: int, rows: int) -> None:
-    for rank in range(size):
-        inputs, targets = stream(InMemory(samples), rank, size).example()
-        assert (len(inputs["x"]), len(targets)) == (rows, rows)
 
 
 @pytest.mark.parametrize("kind", [Numbers, InMemory])
@@ -264,12 +247,6 @@ def test_an_order_of_ones_own_may_repeat_samples_and_decides_the_length() -> Non
 def test_an_order_that_is_none_is_refused(indices: Tensor) -> None:
     with pytest.raises(Refusal, match=r"OwnOrder.order\(0\) must be a list of indices in 0..9"):
         stream(Numbers(10), data=OwnOrder(lambda epoch, generator: indices))
-
-
-def test_an_order_must_stay_as_long() -> None:
-    one = stream(Numbers(10), data=OwnOrder(lambda epoch, generator: torch.arange(10 - epoch)))
-    with pytest.raises(ValueError, match=r"order\(1\) has 9"):
-        next(one.epoch(1))
 
 
 # ---------------------------------------------------------------------------------------- random, by the sample
@@ -428,24 +405,6 @@ def test_a_micro_batch_of_lists_holds_its_own_samples_whole(kind: type, size: in
             assert [int(x[0, 0, 0]) for x in batch.inputs] == batch.indices.tolist()
             found += batch.indices[:valid].tolist()
     assert sorted(found) == list(range(24))
-
-
-class Chain(Data):
-    """Graphs whose nodes stand one after the other; each node knows its graph."""
-
-    def collate(self, items: list[Any]) -> Any:
-        sizes = torch.tensor([1 + index % 3 for _, index in items])
-        owner = torch.repeat_interleave(torch.arange(len(items)), sizes)
-        return {"nodes": torch.cat([x["x"].expand(int(n)) for n, (x, _) in zip(sizes, items, strict=True)])}, owner
-
-
-@pytest.mark.parametrize("slices", [1, 3])
-def test_graphs_are_put_together_micro_batch_by_micro_batch(slices: int) -> None:
-    for batches in stream(Numbers(50), slices=slices, data=Chain()).epoch(0):
-        for batch in batches:
-            sizes = 1 + batch.indices % 3
-            assert batch.targets.bincount().tolist() == sizes.tolist()  # counted from 0 in each
-            assert batch.inputs["nodes"].tolist() == batch.indices.repeat_interleave(sizes).tolist()
 
 
 def test_padding_goes_to_the_longest_of_a_micro_batch_but_of_a_pipeline_all_are_alike() -> None:

@@ -265,7 +265,12 @@ def test_code_beside_a_network_of_transformers_is_neither_run_nor_asked_about(tm
     (own / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
     (own / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Words", "auto_map": code}))
     asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+
+    def answer(text: str = "") -> str:
+        asked.append(text)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
     (tmp_path / "rows.csv").write_text("text,label\nw1,a\nw2,b\n")
     for tokenizer, network, key in (("own", "words", "data.tokenizer"), ("words", "own", "model.path")):
         more = (

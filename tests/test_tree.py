@@ -1,3 +1,5 @@
+"""Batches are trees of tensors: rows are cut of all that has samples, and every kind of tree stays what it is."""
+
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +37,6 @@ def test_rows_are_cut_of_everything_that_has_samples() -> None:
     assert cut["note"] == "the same for all"
 
 
-def test_a_change_reaches_every_tensor_and_keeps_the_tree() -> None:
-    doubled = map_tensors(batch(), lambda tensor: tensor * 2)
-    assert [t.shape for t in tensors(doubled)] == [t.shape for t in tensors(batch())]
-    assert isinstance(doubled["pair"], Pair)
-    assert doubled["names"] == batch()["names"]
-
-
 @dataclass(frozen=True)
 class Answer:
     logits: torch.Tensor
@@ -49,13 +44,16 @@ class Answer:
 
 
 @pytest.mark.parametrize("kind", [UserDict, OrderedDict])
-def test_a_tree_keeps_its_own_kinds(kind: Any) -> None:
+def test_a_change_reaches_every_tensor_and_a_tree_keeps_its_own_kinds(kind: Any) -> None:
     tree = kind(answer=Answer(torch.ones(2), [torch.ones(1)]), name="x")
     doubled = map_tensors(tree, lambda tensor: tensor * 2)
     assert type(doubled) is kind
     assert (doubled["answer"].logits.tolist(), doubled["answer"].more[0].item(), doubled["name"]) == ([2, 2], 2, "x")
     assert [t.sum().item() for t in tensors(tree)] == [2, 1]  # as it was
     assert len(slice_rows(tree, 0, 1, 2)["answer"].logits) == 1
+    assert first_tensor([{"name": "x"}, (torch.ones(7, 2),)]).shape[0] == 7
+    wide = cast_floats(batch(), torch.float64)
+    assert (wide["x"].dtype, wide["pair"].left.dtype) == (torch.float64, torch.int64)
 
 
 def test_rows_are_certain_only_where_each_tensor_has_one_for_each_sample() -> None:
@@ -77,12 +75,6 @@ def test_what_has_a_way_of_its_own_to_a_device_takes_it() -> None:
     assert there["names"] == ["a", "b"]
 
 
-def test_only_floats_change_their_precision() -> None:
-    wide = cast_floats(batch(), torch.float64)
-    assert wide["x"].dtype == torch.float64
-    assert wide["pair"].left.dtype == torch.int64
-
-
 def test_where_a_batch_lies_already_nothing_is_copied() -> None:
     own = batch()
     there = to_device(own, torch.device("cpu"))
@@ -99,9 +91,3 @@ def test_a_batch_goes_to_a_gpu_from_pinned_memory() -> None:
     assert len(copies) == len(list(tensors(there)))
     assert all("Pinned" in name for name in copies)
     assert all(torch.equal(one.cpu(), other) for one, other in zip(tensors(there), tensors(batch()), strict=True))
-
-
-def test_the_first_tensor_says_how_many_samples_there_are() -> None:
-    assert first_tensor([{"name": "x"}, (torch.ones(7, 2),)]).shape[0] == 7
-    with pytest.raises(ValueError, match="holds no tensor"):
-        first_tensor({"name": "x"})

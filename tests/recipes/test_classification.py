@@ -1,3 +1,7 @@
+"""`task=classification`: its loss, its figures, and labels that are no classes."""
+
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -7,10 +11,8 @@ from recipes.vision.augment import Augment
 from recipes.vision.classification import Classification
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
-from tests.commands import SMALL
-from tests.inside import here
-from trainer.learning.parallel_plan import Plan
-from trainer.messages import BadData, Refusal
+from tests.run import SMALL, run
+from trainer import BadData, Plan, Refusal
 
 
 def outputs(batch=12, classes=4):
@@ -19,54 +21,41 @@ def outputs(batch=12, classes=4):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_the_mean_over_samples(smoothing):
+def test_the_loss_is_the_mean_over_samples_whose_targets_may_be_shares_of_classes(smoothing):
     output, target = outputs()
     task = Classification(label_smoothing=smoothing)
     expected = functional.cross_entropy(output, target, label_smoothing=smoothing)
     assert torch.allclose(task.loss(output, target), expected)
-    assert task.weight(target) == 12
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_targets_may_be_shares_of_classes(smoothing):
-    output, target = outputs()
-    task = Classification(label_smoothing=smoothing)
     whole = functional.one_hot(target, 4).float()
-    assert torch.allclose(task.loss(output, whole), task.loss(output, target))
-    assert task.weight(whole) == 12
+    assert torch.allclose(task.loss(output, whole), expected)
+    assert task.weight(target) == task.weight(whole) == 12
     mixed = 0.7 * whole + 0.3 * whole.roll(1, 0)
     expected = 0.7 * task.loss(output, target) + 0.3 * task.loss(output, target.roll(1))
     assert torch.allclose(task.loss(output, mixed), expected)
     for name, value in task.metrics(output, target).items():
         assert torch.equal(task.metrics(output, mixed)[name], value)  # the larger share counts
-    assert task.loss(output[:0], mixed[:0]) == 0
+    empty = torch.zeros(0, 4, requires_grad=True)
+    for nothing in (mixed[:0], target[:0]):
+        (loss := task.loss(empty, nothing)).backward()
+        assert loss == 0
 
 
-def test_the_loss_of_nothing_is_zero_and_has_a_gradient():
-    output = torch.zeros(0, 4, requires_grad=True)
-    loss = Classification(label_smoothing=0.1).loss(output, torch.zeros(0, dtype=torch.long))
-    loss.backward()
-    assert loss.item() == 0
+def test_a_network_that_does_not_suit_is_told_so_at_the_first_step(tmp_path):
+    words = (*SMALL, "loop.steps=1", "model.num_classes=7")
+    tokens = ("data=synthetic_tokens", "data.length=4", "model=gpt_nano", "task=classification", "loop.steps=1")
+    for given, said in (
+        (words, r"the data has 10 classes, and the network\'s output is 7 wide: .*num_classes: "),
+        # where nobody says how many classes there are, the first label without an output does
+        (
+            (*words, "task.num_classes=null"),
+            r"a label is [789]; the network's output is 7 wide, for labels",
+        ),
+        ((*tokens, "strategy=single"), r"\(samples, classes\), task=language "),
+    ):
+        assert re.search(said, run(given, place=tmp_path, code=1).out)
 
 
-def test_a_network_with_too_few_outputs_is_told_so_at_the_first_step(tmp_path):
-    words = (*SMALL, "loop.steps=1", f"run.dir={tmp_path / 'run'}", "model.num_classes=7")
-    with pytest.raises(BadData, match=r"the data has 10 classes, and the network\'s output is 7 wide: .*num_classes: "):
-        here(*words)
-    # where nobody says how many classes there are, the first label without an output does
-    with pytest.raises(BadData, match=r"a label is [789]; the network's output is 7 wide, for labels from 0 to 6"):
-        here(*words, "task.num_classes=null")
-
-
-def test_scores_of_tokens_are_another_task(tmp_path):
-    words = ["data=synthetic_tokens", "data.length=4", "model=gpt_nano", "task=classification", "loop.steps=1"]
-    words.append(f"run.dir={tmp_path}/run")
-    with pytest.raises(BadData, match=r"\(samples, classes\), task=language "):
-        here(*words, "strategy=single")
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("label", [-1, 4, -100])
+@pytest.mark.parametrize(("label", "smoothing"), [(-1, 0.0), (4, 0.1), (-100, 0.0)])
 def test_a_label_without_an_output_is_named(label, smoothing):
     output, target = outputs()
     target[5] = label
@@ -118,14 +107,11 @@ def test_the_confusion_matrix_has_the_truth_in_its_rows():
     assert confusion.tolist() == [[0, 1, 0], [0, 1, 1], [0, 0, 0]]
 
 
-def test_the_best_checkpoint_is_the_most_accurate():
-    assert Classification.best == "accuracy"
-
-
-def test_the_plan_is_the_networks_own_or_none():
+def test_the_best_checkpoint_is_the_most_accurate_and_the_plan_is_the_networks_own_or_none():
     class Planned(nn.Module):
         def plan(self):
             return Plan(cuts=("here",))
 
+    assert Classification.best == "accuracy"
     assert Classification().plan(Planned()).cuts == ("here",)
     assert Classification().plan(nn.Linear(2, 2)) == Plan()

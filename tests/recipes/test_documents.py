@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.language.hf_decoder import KEEP_APART, HFDecoder
 from recipes.language.next_token import NextToken
 from recipes.language.synthetic import SyntheticTokens
 from recipes.language.text import Text
-from tests.commands import curve
-from tests.inside import product
-from tests.processes import Processes
+from tests.ranks import Processes
 from tests.recipes.test_packing import PREPARE, SMALL, documents
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.run import curve, quickly, run
+from trainer import Refusal
 
 COUNT = 60
 TEXTS = [" ".join(f"w{1 + at * place % 29}" for place in range(1, 2 + at * at % 23)) for at in range(COUNT)]
@@ -62,19 +61,19 @@ def test_rows_learn_as_their_tokens_in_shards_on_any_number_of_ranks_and_resumed
     rows = ["data=huggingface_documents", f"data.path={place / 'rows'}", f"data.tokenizer={place / 'tokenizer'}"]
     lists = ["data=huggingface_documents", f"data.path={place / 'lists'}", "data.column=ids", "data.vocab_size=31"]
     shards = ["data=tokens", f"data.folder={place / 'corpus'}"]
+    learned = {}
     for name, data in (("rows", rows), ("lists", lists), ("shards", shards)):
         words = [*data, *READ, "strategy=single", "loop.steps=6", f"run.dir=run-{name}"]
-        assert product(Launch(), place, words) == 0
-    assert curve(place / "run-rows", "loss_hex") == curve(place / "run-shards", "loss_hex")
-    assert curve(place / "run-lists", "loss_hex") == curve(place / "run-shards", "loss_hex")
+        learned[name] = run(words, place=place)
+    assert learned["rows"].curve("loss_hex") == learned["shards"].curve("loss_hex")
+    assert learned["lists"].curve("loss_hex") == learned["shards"].curve("loss_hex")
 
     for name, ends in (("through", (6,)), ("again", (3, 6))):
         for steps in ends:
-            words = [*rows, *READ, "strategy=fsdp", f"loop.steps={steps}", f"run.dir={name}"]
-            assert processes.run(2, product, place, words) == [0, 0]
+            run([*rows, *READ, "strategy=fsdp", f"loop.steps={steps}", f"run.dir={name}"], 2, "group", place=place)
     assert curve(place / "again", "loss_hex") == curve(place / "through", "loss_hex")
-    assert curve(place / "through") == pytest.approx(curve(place / "run-rows"), rel=1e-10)
-    assert product(Launch(), place, ["run.dir=through", "job=generate", "job.prompt=w1 w2", "job.tokens=3"]) == 0
+    assert curve(place / "through") == pytest.approx(learned["rows"].curve(), rel=1e-10)
+    run(["run.dir=through", "job=generate", "job.prompt=w1 w2", "job.tokens=3"], place=place)
 
 
 @pytest.mark.long
@@ -86,10 +85,9 @@ def test_what_rows_cannot_be_is_refused_in_words(place: Path) -> None:
         (["data.boundaries=true", f"data.tokenizer={place / 'tokenizer'}"], r"data\.boundaries=false"),
         ([f"data.tokenizer={place / 'tokenizer'}", "data.pack=false", "data.length=99999"], r"data\.length=\d+ would"),
     ):
-        with pytest.raises(Refusal, match=said):
-            product(Launch(), place, [*start, *words])
-    with pytest.raises(Refusal, match=r"data\.pack: there is no such key .* data=huggingface_documents"):
-        product(Launch(), place, ["data=huggingface_text", f"data.path={place}", "data.pack=true", *SMALL])
+        assert re.search(said, run([*start, *words], place=place, code=2).out)
+    said = run(["data=huggingface_text", f"data.path={place}", "data.pack=true", *SMALL], place=place, code=2).out
+    assert re.search(r"data\.pack: there is no such key .* data=huggingface_documents", said)
 
 
 def test_a_text_is_cut_into_documents_at_its_separators(tmp_path: Path) -> None:
@@ -124,14 +122,11 @@ OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("gpt2", "gptj", "codegen", "g
         ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe"), SIZES | EXPERTS
     ),
 }
-QUICK = ("mistral",)  # a window
 
 
 def network(kind: str, folder: Path) -> Any:
     """A decoder of transformers with weights large enough that what it sees shows."""
     transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
-    from recipes.language.hf_decoder import HFDecoder
-
     transformers.AutoConfig.for_model(kind, **OTHERS.get(kind, SIZES)).save_pretrained(folder)
     torch.manual_seed(0)
     own = HFDecoder(str(folder)).eval()
@@ -141,17 +136,8 @@ def network(kind: str, folder: Path) -> Any:
     return own
 
 
-def kinds() -> list[Any]:
-    from recipes.language.hf_decoder import KEEP_APART
-
-    return [
-        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long(one_in=10))
-        for kind in sorted({*KEEP_APART, "gpt_oss", "opt", "jamba"})
-    ]
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", quickly(sorted({*KEEP_APART, "gpt_oss", "opt", "jamba"}), "mistral"))  # a window
 def test_a_decoder_of_transformers_keeps_documents_apart_or_is_refused(kind: str, tmp_path: Path) -> None:
     own, task = network(kind, tmp_path), NextToken(ignored=-100, pack=True)
     inputs, targets = SyntheticTokens(6, 0, 16, 100, pack=True).train().batch(torch.arange(6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,14 @@ from recipes.language.decoder import Decoder
 from recipes.language.experts import (
     Experts,
     Mixture,
-    Router,
     Routing,
     compute_even_shares,
     compute_grouped,
     compute_one_by_one,
-    figures,
 )
-from recipes.language.next_token import NextToken
-from tests.commands import curve
-from tests.inside import product
-from tests.processes import Processes
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
-from trainer.parallel.compile import CompileSettings
-from trainer.parallel.expert_parallel import ExpertRanks
-from trainer.strategies.fsdp import FSDP
-from trainer.strategies.machine import Machine
-from trainer.strategies.mesh import mesh
+from tests.ranks import Processes
+from tests.run import run
+from trainer import Refusal
 
 SIZES: dict[str, Any] = {"vocab_size": 30, "context": 16, "width": 16, "depth": 2, "heads": 4}
 LLAMA: dict[str, Any] = {**SIZES, "norm": "rms", "mlp": "swiglu", "rotary": 1e4, "bias": False, "tied": False}
@@ -88,19 +79,15 @@ def results_and_gradients(compute: Any, module: Experts, rows: Tensor, counts: A
 COUNTS = [(5, 0, 9, 2), (0, 7, 9, 0), (0, 0, 0, 16)]
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-def test_grouped_products_are_those_of_one_expert_after_the_other(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("counts", "way"), [*((counts, compute_grouped) for counts in COUNTS), ((4,) * 4, None)])
+def test_grouped_products_are_those_of_one_expert_after_the_other(counts: tuple[int, ...], way: Any) -> None:
+    """And so are the even shares that a plan computes."""
     module, rows = stacks(24, 16), torch.randn(16, 24)
     one, grouped = (
-        results_and_gradients(way, module, rows, torch.tensor(counts)) for way in (compute_one_by_one, compute_grouped)
+        results_and_gradients(each, module, rows, torch.tensor(counts))
+        for each in (compute_one_by_one, way or compute_even_shares)
     )
     torch.testing.assert_close(grouped, one)
-
-
-def test_so_are_the_even_shares_that_a_plan_computes() -> None:
-    module, rows, counts = stacks(24, 16), torch.randn(16, 24), torch.tensor((4, 4, 4, 4))
-    one, even = (results_and_gradients(way, module, rows, counts) for way in (compute_one_by_one, compute_even_shares))
-    torch.testing.assert_close(even, one)
 
 
 @pytest.mark.gpu
@@ -134,19 +121,6 @@ def test_so_they_are_on_a_gpu_for_which_nothing_waits(counts: tuple[int, ...], c
         assert (result.float() - exact).norm() <= 0.02 * exact.norm()
 
 
-def test_the_bias_moves_against_the_load_and_weighs_nothing() -> None:
-    module = mixture(bias_rate=0.5, active=1)
-    module.router.counts.copy_(torch.tensor([5, 1, 3, 3]))
-    x = torch.randn(1, 4, 16, dtype=torch.float64)
-    module.router.counted()
-    assert module.router.bias is not None
-    assert module.router.bias.tolist() == [-0.5, 0.5, 0.0, 0.0]
-    module.router.bias.fill_(0.0)[2] = 100.0
-    weights, chosen, _ = module.router(x)
-    assert (chosen == 2).all()
-    assert torch.equal(weights, torch.ones_like(weights))  # normalised, of one
-
-
 def test_the_loss_of_even_experts_is_its_factor() -> None:
     module = mixture(auxiliary=0.25, active=4)  # every token uses every expert
     balance = module.router(torch.randn(2, 6, 16, dtype=torch.float64))[2]
@@ -167,33 +141,17 @@ def test_the_router_computes_in_fp32_where_all_else_is_bf16() -> None:
     assert torch.equal(chosen, own[1])
 
 
-def test_figures_of_a_line() -> None:
-    said = figures({"a": torch.tensor([4, 0, 0, 0]), "b": torch.tensor([1, 1, 1, 1])})
-    assert {name: float(value) for name, value in said.items()} == {
-        "experts/busiest": 4.0,
-        "experts/idlest": 0.0,
-        **{f"experts/00{number}": load for number, load in enumerate((5.0, 1.0, 1.0, 1.0))},
-    }
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_cannot_be_is_refused() -> None:
+    for words, said in (
         ({"active": 5}, "model.active=5: of model.experts 4 a token gets 1 to 4"),
         ({"scores": "softmx"}, "model.scores=softmx: there are softmax, sigmoid; did you mean 'softmax'?"),
         ({"experts": 0}, "model.experts=0: 1 or more stand in the place of one MLP; null: none"),
-        ({"bias_rate": -0.1}, "model.bias_rate=-0.1: it is 0 or more"),
         ({"auxiliary": -1.0}, "model.auxiliary=-1.0: it is 0 or more"),
-        ({"scaling": 0.0}, "model.scaling=0.0: it is above 0"),
-        ({"shared": -1}, "model.shared=-1: 0 or more experts compute every token"),
         ({"expert_inner": 0}, "model.expert_inner=0: the width inside an expert is 1 or more; null: model.inner"),
         ({"dense_first": 2}, "model.dense_first=2 of model.depth 2 blocks leaves none for experts; at most 1"),
-    ],
-)
-def test_what_cannot_be_is_refused(words: dict[str, Any], said: str) -> None:
-    with pytest.raises(Refusal, match=said[:40]) as caught:
-        Decoder(**LLAMA, **{"experts": 4} | words)
-    assert said in str(caught.value)
+    ):
+        with pytest.raises(Refusal, match=re.escape(said)):
+            Decoder(**LLAMA, **{"experts": 4} | words)
 
 
 def test_it_generates_as_it_scores() -> None:
@@ -203,57 +161,40 @@ def test_it_generates_as_it_scores() -> None:
     for length in range(4, 10):
         scores = network(whole[:, :length])["tokens"][:, -1]
         assert int(scores.argmax()) == int(whole[0, length])
-    assert any(isinstance(module, Router) for module in network.modules())
 
 
-@pytest.mark.parametrize(
-    ("expert", "data_ranks", "said"),
-    [
-        (
-            3,
-            4,
-            "4 data ranks (replicate × shard × context) / strategy.expert 3 is not whole; degrees that work: 1, 2, 4;"
-            " or start 6 data ranks",
-        ),
-        (3, 6, "4 experts of blocks.0.mlp.experts / strategy.expert 3 is not whole; degrees that work: 1, 2, 4"),
-    ],
-)
-def test_degrees_that_do_not_divide_are_refused(expert: int, data_ranks: int, said: str) -> None:
-    network = Decoder(**LLAMA, experts=4)
-    with pytest.raises(Refusal) as caught:
-        ExpertRanks.refuse(network, network.plan(), expert, data_ranks)
-    assert str(caught.value) == said
+WORDS = ["model=moe_nano", "model.depth=2", "model.dense_first=0", "model.width=32", "model.heads=2", "data=text"]
+WORDS += ["model.groups=null", "model.expert_inner=32", "loop.steps=4", "loop.global_batch=8", "loop.log_every=1"]
+WORDS += ["loop.eval_every=null", "optimizer=adamw", "data.length=16"]
 
 
-def test_so_are_networks_without_experts_and_what_experts_do_not_go_with() -> None:
-    dense = Decoder(**LLAMA)
-    machine = Machine(device="cpu")
-    with pytest.raises(Refusal, match=r"strategy\.expert=2: Decoder has no experts"):
-        FSDP(machine=machine, expert=2).check(NextToken(), dense, 2)
-    with pytest.raises(Refusal, match=r"strategy\.pipe=2 and strategy\.expert=2"):
-        mesh(machine, pipe=2, shard=2, expert=2)
-    for how, fields, said in (
-        (CompileSettings("reduce-overhead"), {}, r"compile\.mode=reduce-overhead"),
-        (CompileSettings(fullgraph=True), {}, r"compile\.fullgraph=true"),
-        (CompileSettings(), {"activation_checkpointing": "units"}, r"strategy\.activation_checkpointing=units"),
+def test_degrees_and_ways_that_do_not_go_with_experts_are_refused(tmp_path: Path, processes: Processes) -> None:
+    for words, said in (
+        (["strategy.expert=3"], r"2 data ranks .* / strategy.expert 3 is not whole; .*or start 3 data ranks"),
+        (["model.experts=3", "strategy.expert=2"], r"3 experts of blocks.0.mlp.experts / strategy.expert 2 is not"),
+        (["model=gpt_nano", "strategy.expert=2"], r"strategy\.expert=2: Decoder has no experts"),
+        (["strategy.expert=2", "compile.fullgraph=true", "compile.mode=default"], r"compile\.fullgraph=true: the gra"),
     ):
-        compiled = FSDP(machine=Machine(device="cpu", compile=how), expert=2, **fields)  # type: ignore[arg-type]
-        with pytest.raises(Refusal, match=rf"strategy\.expert=2 {said}: the graph of a unit ends"):
-            compiled.refuse_compile()
+        keys = WORDS if "model=gpt_nano" not in words else [word for word in WORDS if not word.startswith("model")]
+        ended = run([*keys, "strategy=fsdp", *words, "run.dir=run"], 2, "group", place=tmp_path, code=2)
+        assert re.search(said, ended.out), ended.out
 
 
-def answer(launch: Launch, place: Path, words: list[str]) -> Any:
-    return product(launch, place, words)
+def test_experts_elsewhere_are_the_same_curve_and_lines_say_what_each_gets(
+    tmp_path: Path, processes: Processes
+) -> None:
+    alone = run([*WORDS, "run.dir=alone", "strategy=single"], place=tmp_path)
+    spread = run([*WORDS, "run.dir=spread", "strategy=fsdp", "strategy.expert=2"], 2, "group", place=tmp_path)
+    for key in ("loss", "grad_norm", "cross_entropy", "balance"):
+        assert spread.curve(key) == pytest.approx(alone.curve(key), rel=1e-5)
+    assert alone.curve("experts/busiest") == spread.curve("experts/busiest")
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_compiled_around_experts_elsewhere_it_is_the_same_curve(tmp_path: Path, processes: Processes) -> None:
-    words = ["model=moe_nano", "model.depth=2", "model.dense_first=0", "model.width=32", "model.heads=2"]
-    words += ["model.groups=null", "model.expert_inner=32", "data=text", "loop.steps=4", "loop.global_batch=8"]
-    words += ["loop.eval_every=null", "loop.log_every=1", "optimizer=adamw"]
-    assert product(Launch(), tmp_path, [*words, "run.dir=alone", "strategy=single"]) == 0
-    spread = [*words, "run.dir=spread", "strategy=fsdp", "strategy.expert=2", "compile.mode=default"]
-    assert processes.run(2, answer, tmp_path, spread) == [0, 0]
+    alone = run([*WORDS, "run.dir=alone", "strategy=single"], place=tmp_path)
+    words = [*WORDS, "run.dir=spread", "strategy=fsdp", "strategy.expert=2", "compile.mode=default"]
+    spread = run(words, 2, "group", place=tmp_path)
     for key in ("loss", "grad_norm"):
-        assert curve(tmp_path / "spread", key) == pytest.approx(curve(tmp_path / "alone", key), rel=1e-5)
+        assert spread.curve(key) == pytest.approx(alone.curve(key), rel=1e-5)

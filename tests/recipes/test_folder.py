@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -18,13 +19,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from recipes.vision.augment import Augment
+from recipes.vision.cached import cache_folder
 from recipes.vision.decode import Windows, decode
 from recipes.vision.folder import ImageFolder
-from tests.commands import curve, far, finish, lines, single, status
-from tests.inside import here, product
-from tests.processes import Processes
-from trainer.launch.rendezvous import Launch
-from trainer.messages import BadData, Refusal
+from tests.ranks import Processes
+from tests.run import far, run
+from trainer import Refusal
 
 WORDS = ("data=imagefolder", "data.image_size=16", "model=mlp", "model.width=16", "loop.global_batch=12")
 SHORT = ("loop.epochs=2", "loop.log_every=1", "schedule=constant", "data.augment.cutmix=1.0")
@@ -70,23 +70,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
     start = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.repeat=2", "data.balance=0.5"]
-    assert product(Launch(), place, [*start, "run.dir=alone", "strategy=single", "loader.workers=1"]) == 0
-    two = [*start, "run.dir=two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
-    assert processes.run(2, product, place, two) == [0, 0]
-    assert far(curve(place / "two"), curve(place / "alone")) < 1e-6
-    assert curve(place / "two", "sample_digest") == curve(place / "alone", "sample_digest")
-    assert len(curve(place / "alone")) == 8  # 48 pictures, 12 a step, 2 epochs
-    assert {line["samples"] for line in lines(place / "two", "eval")} == {15}
+    alone = run([*start, "run.dir=alone", "strategy=single", "loader.workers=1"], place=place)
+    words = [*start, "run.dir=two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
+    two = run(words, 2, "group", place=place)
+    assert far(two.curve(), alone.curve()) < 1e-6
+    assert two.curve("sample_digest") == alone.curve("sample_digest")
+    assert len(alone.curve()) == 8  # 48 pictures, 12 a step, 2 epochs
+    assert {line["samples"] for line in two.lines("eval")} == {15}
     # the number of classes, which nobody typed, is known from the folder
-    said = yaml.safe_load((place / "alone" / "config.yaml").read_text())
+    said = yaml.safe_load((alone.folder / "config.yaml").read_text())
     assert (said["data"]["num_classes"], said["model"]["num_classes"]) == (3, 3)
-
-
-def test_an_evaluation_may_have_a_size_of_its_own(place: Path) -> None:
-    larger = data(place / "whole", eval_image_size=24)
-    assert (larger.train()[0][0].shape, larger.evaluation()[0][0].shape) == ((3, 16, 16), (3, 24, 24))
-    with pytest.raises(Refusal, match=r"data\.eval_image_size is 0"):
-        data(place / "whole", eval_image_size=0)
 
 
 def any_size(num_classes: int, channels: int, image_size: int, width: int) -> nn.Module:
@@ -102,31 +95,21 @@ def test_sizes_that_grow_belong_to_the_epoch(place: Path, processes: Processes) 
     assert (grown.evaluation()[0][0].shape[-1], grown.largest_epoch) == (16, 2)
     words = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.image_sizes=[[0,8],[1,16]]"]
     words += [f"model._target_={__name__}.any_size", "~model.depth", "trust=[tests]"]
-    alone = [*words, "run.dir=grown", "loader.workers=1", "loop.save_every=6", "checkpoint.keep=9"]
-    assert product(Launch(), place, alone) == 0
-    resumed = [*words, "run.dir=grown-resumed", "run.resume=grown/checkpoints/step-00000006", "loader.workers=0"]
-    assert product(Launch(), place, resumed) == 0
-    losses = [line["loss"] for line in lines(place / "grown-resumed", "train")]
-    assert losses == curve(place / "grown")[6:]
-    assert len(losses) == 2
-    two = [*words, "run.dir=grown-two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
-    assert processes.run(2, product, place, two) == [0, 0]
-    assert far(curve(place / "grown-two"), curve(place / "grown")) < 1e-6
-    for wrong in ([[1, 16]], [[0, 16, 3]], [[0, 0], [1, 16]], [[0, 16], [0, 8]]):
-        with pytest.raises(Refusal, match=r"it is a list of \[first epoch, pixels\]"):
-            data(place / "whole", image_sizes=wrong)
-    with pytest.raises(Refusal, match=r"the largest must be data\.image_size"):
-        data(place / "whole", image_sizes=[[0, 8], [1, 12]])
+    more = ["loader.workers=1", "loop.save_every=6", "checkpoint.keep=9"]
+    alone = run([*words, "run.dir=grown", *more], place=place).curve()
+    resume = ["run.dir=grown-resumed", "run.resume=grown/checkpoints/step-00000006", "loader.workers=0"]
+    assert [line["loss"] for line in run([*words, *resume], place=place).lines("train")] == alone[6:]
+    two = ["run.dir=grown-two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
+    assert far(run([*words, *two], 2, "group", place=place).curve(), alone) < 1e-6
 
 
 @pytest.mark.long
 def test_a_job_looks_at_each_training_picture_once_and_plainly(place: Path) -> None:
-    words = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.repeat=2", "run.dir=seen"]
-    assert product(Launch(), place, words) == 0
-    assert product(Launch(), place, ["run.dir=seen", "job=evaluate", "job.split=train"]) == 0
+    run([f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.repeat=2", "run.dir=seen"], place=place)
+    run(["run.dir=seen", "job=evaluate", "job.split=train"], place=place)
     assert json.loads((place / "seen/evaluate/metrics.jsonl").read_text())["samples"] == 48
     # each picture by its path, with the class that is said
-    assert product(Launch(), place, ["run.dir=seen", "job=predict", "loader.workers=0"]) == 0
+    run(["run.dir=seen", "job=predict", "loader.workers=0"], place=place)
     head, *rows = (place / "seen/predict/predictions.csv").read_text().splitlines()
     said = load_file(place / "seen/predict/predictions.safetensors")["output"].argmax(1).tolist()
     shown = sorted((place / "whole" / "val").glob("*/*.jpg"))
@@ -139,25 +122,14 @@ def test_a_job_looks_at_each_training_picture_once_and_plainly(place: Path) -> N
     assert torch.equal(plain[7][0], decode(plain.sources.source(7), 20, 3, Windows().evaluation))
 
 
-@pytest.mark.long
-def test_a_damaged_file_ends_the_run_with_its_path(place: Path) -> None:
-    words = [f"data.root={place / 'torn'}", *WORDS, *SHORT, "run.dir=ended", "strategy=single", "loader.workers=1"]
-    screen = finish(single(*words, "device=cpu"), place, code=1)
-    said = rf"{place}/torn/(train/bee/0[34]|val/cat/00)\.jpg cannot be read as a picture: .+; data\.on_bad=skip .+"
-    _, *message = screen[screen.index("the run failed") :].splitlines()  # no traceback, of no process
-    assert re.fullmatch(said, "\n".join(message)), screen
-    assert re.fullmatch(said, status(place / "ended")["reason"])
-
-
 def test_damaged_files_are_replaced_by_the_same_ones_on_any_rank(place: Path, processes: Processes) -> None:
     start = [f"data.root={place / 'torn'}", *WORDS, *SHORT, "data.on_bad=skip"]
-    assert product(Launch(), place, [*start, "run.dir=left", "strategy=single", "loader.workers=1"]) == 0
-    two = [*start, "run.dir=right", "strategy=ddp", "loader.workers=0"]
-    assert processes.run(2, product, place, two) == [0, 0]
-    assert far(curve(place / "left"), curve(place / "right")) < 1e-6
-    assert lines(place / "left", "eval")[-1]["samples"] == 15
-    for folder in ("left", "right"):
-        said = (place / folder / "logs" / "rank-0.log").read_text()
+    left = run([*start, "run.dir=left", "strategy=single", "loader.workers=1"], place=place)
+    right = run([*start, "run.dir=right", "strategy=ddp", "loader.workers=0"], 2, "group", place=place)
+    assert far(left.curve(), right.curve()) < 1e-6
+    assert left.lines("eval")[-1]["samples"] == 15
+    for ended in (left, right):
+        said = (ended.folder / "logs" / "rank-0.log").read_text()
         (line,) = [line for line in said.splitlines() if "replaced" in line]
         assert "3 samples that could not be read" in line
         assert line.count(".jpg") == 3
@@ -201,37 +173,24 @@ HUNDRED = ("data.image_size=16", "data.held_out=0", "model=mlp", "model.width=16
 
 @pytest.mark.long
 def test_of_damaged_files_one_is_named_or_each_is_counted_once(hundred: Path, processes: Processes) -> None:
-    words = [f"data.root={hundred}", "data=imagefolder", *HUNDRED, "loop.epochs=2", "loader.workers=0"]
-    with pytest.raises(BadData, match=r"hundred/(ant|bee)/\d0\.jpg cannot be read as a picture") as raised:
-        product(Launch(), hundred.parent, [*words, "run.dir=raised"])
-    assert str(raised.value).count(".jpg") == 1
-    two = [*words, "data.on_bad=skip", "strategy=ddp", "run.dir=skipped"]
-    assert processes.run(2, product, hundred.parent, two) == [0, 0]
-    (line,) = [
-        one for one in (hundred.parent / "skipped/logs/rank-0.log").read_text().splitlines() if "replaced" in one
-    ]
+    words, place = [f"data.root={hundred}", "data=imagefolder", *HUNDRED, "loop.epochs=2"], hundred.parent
+    for workers in (0, 1):
+        ended = run([*words, f"loader.workers={workers}", f"run.dir=raised-{workers}"], place=place, code=1)
+        _, *message = ended.out[ended.out.index("the run failed") :].splitlines()  # no traceback, of no process
+        said = rf"{hundred}/(ant|bee)/\d0\.jpg cannot be read as a picture: .+; data\.on_bad=skip .+"
+        assert re.match(said, message[0]), ended.out
+        assert re.match(said, ended.status["reason"])
+        assert ended.out.count(".jpg") == 1
+    two = [*words, "data.on_bad=skip", "strategy=ddp", "loader.workers=0", "run.dir=skipped"]
+    said = (run(two, 2, "group", place=place).folder / "logs" / "rank-0.log").read_text()
+    (line,) = [one for one in said.splitlines() if "replaced" in one]
     assert "5 samples that could not be read" in line
     assert re.findall(r"(\w+/\d\d)\.jpg", line) == ["ant/00", "ant/20", "ant/40", "bee/10", "bee/30"]
     # more of them than may be: the run says which
-    with pytest.raises(BadData, match=r"one of 4 damaged pictures of 100, and data\.bad_budget=0\.03 .* 3: ") as raised:
-        product(Launch(), hundred.parent, [*words, "data.on_bad=skip", "data.bad_budget=0.03", "run.dir=ended"])
-    assert len({*re.findall(r"\w+/\d\d\.jpg", str(raised.value))}) == 4
-
-
-def test_what_unpacks_to_very_much_takes_no_memory(hundred: Path) -> None:
-    damaged = data(hundred, held_out=0.0, on_bad="skip")
-    before = memory_peak(fresh=True)
-    for index in range(100):
-        damaged.train()[index]
-    assert len(damaged.replaced()) == 5
-    assert memory_peak() - before < 30 * 2**20  # decoded at an eighth of its size, as JPEGs can be, it would be 48 MB
-
-
-def memory_peak(fresh: bool = False) -> int:
-    """The most bytes that this process has had in memory, since the beginning or since the last fresh start."""
-    if fresh:
-        Path("/proc/self/clear_refs").write_text("5")
-    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+    more = ["loader.workers=0", "data.on_bad=skip", "data.bad_budget=0.03", "run.dir=ended"]
+    said = run([*words, *more], place=place, code=1).out
+    assert re.search(r"one of 4 damaged pictures of 100, and data\.bad_budget=0\.03 .* 3: ", said)
+    assert len({*re.findall(r"\w+/\d\d\.jpg", said)}) == 4
 
 
 def test_what_stands_for_a_damaged_file_is_the_next_one(place: Path) -> None:
@@ -240,16 +199,6 @@ def test_what_stands_for_a_damaged_file_is_the_next_one(place: Path) -> None:
     expected = decode(place / "torn" / "train" / "bee" / "05.jpg", 16, 3, WHOLE.training)
     assert torch.equal(train[at][0], expected)
     assert train[at][1] == 1
-
-
-def test_where_nothing_can_be_read_it_ends(tmp_path: Path) -> None:
-    write(tmp_path, {"": 2})
-    for path in tmp_path.rglob("*.jpg"):
-        path.write_bytes(b"")
-    with pytest.raises(BadData, match="pictures after it cannot be read"):
-        data(tmp_path, on_bad="skip", bad_budget=1.0).train()[0]
-    with pytest.raises(Refusal, match=r"data\.bad_budget is 1\.5"):
-        data(tmp_path, on_bad="skip", bad_budget=1.5)
 
 
 def test_a_share_is_held_out_where_there_is_no_val(tmp_path: Path) -> None:
@@ -268,66 +217,78 @@ def test_a_share_is_held_out_where_there_is_no_val(tmp_path: Path) -> None:
     assert data(tmp_path / "again", held_out=0.0).evaluation() is None
 
 
-def test_what_is_hidden_is_no_picture(tmp_path: Path) -> None:
-    write(tmp_path, {"": 2})
-    for name in ("._0.jpg", ".ipynb_checkpoints/0-checkpoint.jpg"):  # as macOS and Jupyter leave them
-        (tmp_path / CLASSES[0] / name).parent.mkdir(exist_ok=True)
-        (tmp_path / CLASSES[0] / name).write_text("no picture")
-    assert len(data(tmp_path, held_out=0.0).train()) == 6
-
-
-def test_classes_are_numbered_by_name_and_val_has_no_others(tmp_path: Path) -> None:
+def test_classes_are_numbered_by_name_and_what_is_hidden_is_no_picture(tmp_path: Path) -> None:
     write(tmp_path, {"train": 3, "val": 2})
+    for name in ("._0.jpg", ".ipynb_checkpoints/0-checkpoint.jpg"):  # as macOS and Jupyter leave them
+        (tmp_path / "train" / "ant" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "train" / "ant" / name).write_text("no picture")
     one = data(tmp_path)
-    assert (one.num_classes, one.class_names) == (3, list(CLASSES))
+    assert (one.num_classes, one.class_names, len(one.train())) == (3, list(CLASSES), 9)
     assert [one.train().sources.name(at).split("/")[-2] for at in (0, 3, 6)] == list(CLASSES)
-    (tmp_path / "val" / "dog").mkdir()
-    with pytest.raises(Refusal, match=r"has classes that .*train has not: dog"):
-        data(tmp_path).train()
 
 
-def _lose(root: Path) -> Path:
+def _lose(root: Path) -> None:
     (root / "val" / "bee" / "00.jpg").rename(root / "val" / "bee" / "00.heic")
-    return root
 
 
-def test_a_class_may_have_no_picture_in_val_and_other_files_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = _lose(write(tmp_path / "root", {"train": 4, "val": 1}))
-    words = [*WORDS, "data.allow_empty=true", "loop.steps=1", "schedule=constant", "log=[console]"]
-    assert here(f"data.root={place}", *words, f"run.dir={tmp_path / 'run'}") == 0
-    assert "1 file (1 .heic) left out: no pictures by their names" in capsys.readouterr().out
-    (line,) = lines(tmp_path / "run", "eval")
-    assert line["samples"] == 2
+def test_a_folder_that_is_none_of_pictures_is_refused(place: Path, tmp_path: Path) -> None:
+    root, words = tmp_path / "root", [*WORDS, "data.root=root", "loop.steps=1", "schedule=constant"]
+    makes: dict[str, Callable[[], Any]] = {
+        r"data\.root: root cannot be read \(No such file or directory\)": lambda: None,
+        r"ant has no pictures; expected files ending in .jpg": lambda: (root / "ant").mkdir(parents=True),
+        r"ant has no pictures; .*\.webp, and it has 1 file \(1 \.gif\)": lambda: write(root, {"": 1}, "gif"),
+        r"has Test and Train: parts of a data set, no classes; expected": lambda: write(root, {"Train": 1, "Test": 1}),
+        r"has classes that .*train has not: dog": lambda: write(root, {"train": 3, "val": 2}) / "val" / "dog",
+        r"val/bee has no pictures; .*data\.allow_empty=true": lambda: _lose(write(root, {"train": 4, "val": 1})),
+    }
+    for number, (said, make) in enumerate(makes.items()):
+        if root.exists():
+            root.rename(tmp_path / f"old-{number}")
+        if "dog" in str(made := make()):
+            made.mkdir()
+        assert re.search(said, refused := run(words, place=tmp_path, code=2).out), refused
+    more = ["data.allow_empty=true", "log=[console]"]
+    assert "1 file (1 .heic) left out: no pictures by their names" in run([*words, *more], place=tmp_path).out
+    assert re.search(r"data\.root.*a value must be given", run(WORDS, place=tmp_path, code=2).out)
+    words = [*WORDS, f"data.root={place / 'whole'}", "data.num_classes=2"]
+    assert "data.num_classes=2, but" in run(words, place=tmp_path, code=2).out
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda root: None, r"data\.root: .* cannot be read .*; expected ROOT/train/CLASS"),
-        (lambda root: root.mkdir(), "has no folders of classes"),
-        (
-            lambda root: write(root, {"Train": 1, "Test": 1}),
-            r"data\.root: .* has Test and Train: parts of a data set, no classes; expected",
-        ),
-        (lambda root: write(root, {"val": 1}), r"data\.root: .* has val: parts of a data set"),
-        (lambda root: (root / "ant").mkdir(parents=True), "ant has no pictures; expected files ending in .jpg"),
-        (lambda root: write(root, {"": 1}, "gif"), r"ant has no pictures; .*\.webp, and it has 1 file \(1 \.gif\)"),
-        (lambda root: _lose(write(root, {"train": 1, "val": 1})), r"val/bee has no pictures; .*data\.allow_empty=true"),
-    ],
-)
-def test_a_folder_without_pictures_is_refused(tmp_path: Path, make: Any, words: str) -> None:
-    make(tmp_path / "root")
-    with pytest.raises(Refusal, match=words):
-        here(f"data.root={tmp_path / 'root'}", *WORDS, f"run.dir={tmp_path / 'run'}")
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda root: None,
+    "added": lambda root: (root / "ant" / "new.jpg").touch(),
+    "removed": lambda root: (root / "cat" / "01.jpg").unlink(),
+    "renamed": lambda root: (root / "ant" / "00.jpg").rename(root / "ant" / "9.jpg"),
+    "in a subfolder": lambda root: (root / "cat" / "more" / "deep" / "1.jpg").unlink(),
+    "a new subfolder": lambda root: (root / "ant" / "02.jpg").rename(root / "ant" / "in" / "02.jpg"),
+    "a class": lambda root: (root / "cat").rename(root / "dog"),
+    "torn cache": lambda root: os.truncate(next((root.parent / "cache/trainer/listings").iterdir()), 200),
+}
 
 
-def test_the_folder_must_be_named_and_have_no_more_classes_than_the_network(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"data\.root.*a value must be given"):
-        here(*WORDS, f"run.dir={tmp_path}")
-    with pytest.raises(Refusal, match=r"data\.num_classes=2, but .*train has 3 folders of classes"):
-        here(*WORDS, f"data.root={place / 'whole'}", "data.num_classes=2", f"run.dir={tmp_path}")
+def test_files_are_listed_once_and_again_after_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = write(tmp_path / "data", {"": 3})
+    (root / "cat" / "more" / "deep").mkdir(parents=True)
+    picture(9).save(root / "cat" / "more" / "deep" / "1.jpg")
+    (root / "ant" / "in").mkdir()
+    for name, change in CHANGES.items():
+        change(root)
+        # at once after the change, within the tick of the file system's clock; then from the cache
+        for _ in range(2):
+            train = data(root, held_out=0.0).train()
+            files = [train.sources.name(at) for at in range(len(train))]
+            assert files == sorted(str(path) for path in root.rglob("*.*")), name
+    assert len([*(tmp_path / "cache" / "trainer" / "listings").iterdir()]) == 1
+    # without a place for a cache they are listed all the same
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "ant" / "new.jpg"))
+    assert len(data(root, held_out=0.0).train()) == 9
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {1: 1}[0])  # a container of a user who has a number alone
+    assert len(data(root, held_out=0.0).train()) == 9
+    with pytest.raises(Refusal, match=r"user \d+ has no home folder, .*: set XDG_CACHE_HOME to a folder"):
+        cache_folder()
 
 
 @pytest.mark.parametrize("ending", ["jpg", "png"])
@@ -362,8 +323,6 @@ def test_windows_lie_inside_and_have_the_area_that_was_asked_for() -> None:
         assert 0.099 <= (right - left) * (bottom - top) / 6000 <= 0.501
     assert window.evaluation(100, 60) == (35.0, 15.0, 65.0, 45.0)
     assert WHOLE.training(100, 60) == (20.0, 0.0, 80.0, 60.0)  # such a window fits nowhere: the middle
-    with pytest.raises(Refusal, match=r"window\.area=\[0\.0, 1\.0\]"):
-        Windows(area=(0.0, 1.0))
 
 
 def test_a_picture_of_16_bits_keeps_its_greys(tmp_path: Path) -> None:
@@ -378,11 +337,8 @@ def test_a_picture_of_16_bits_keeps_its_greys(tmp_path: Path) -> None:
     ("kind", "values", "seen"),
     [
         (numpy.float32, (0.0, 0.5, 1.0), (0, 127, 255)),
-        (numpy.float32, (0.0, 100.0, 255.0), (0, 100, 255)),
         (numpy.int32, (0, 257 * 100, 65535), (0, 100, 255)),
         (numpy.int32, (0, 100, 255), None),  # of 8 bits, or dark
-        (numpy.int32, (0, 100, 70000), None),
-        (numpy.float32, (-1.0, 0.5, 1.0), None),
         (numpy.float32, (numpy.nan, numpy.nan, numpy.nan), None),
     ],
 )
@@ -398,7 +354,7 @@ def test_a_picture_of_32_bits_is_scaled_by_what_it_holds_or_refused(
         assert decode(str(tmp_path / "deep.tif"), 3, 1, lambda width, height: (0, 0, 3, 3))[0, 0].tolist() == [*seen]
 
 
-@pytest.mark.parametrize("ending", ["jpg", "png", "tif"])
+@pytest.mark.parametrize("ending", ["jpg", "tif"])
 def test_a_picture_stands_as_a_viewer_shows_it(tmp_path: Path, ending: str) -> None:
     whole = picture(5, width=48, height=48)
     for orientation in range(1, 9):
@@ -409,11 +365,3 @@ def test_a_picture_stands_as_a_viewer_shows_it(tmp_path: Path, ending: str) -> N
             expected = ImageOps.exif_transpose(stored).convert("RGB").tobytes()
         found = decode(path, 48, 3, lambda width, height: (0, 0, width, height))
         assert found.permute(1, 2, 0).contiguous().numpy().tobytes() == expected
-
-
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_a_picture_whose_note_is_damaged_stands_as_it_is_stored(tmp_path: Path) -> None:
-    picture(5).save(tmp_path / "plain.jpg")
-    picture(5).save(tmp_path / "odd.jpg", exif=b"Exif\x00\x00MM\x00*damaged")
-    plain, odd = (decode(tmp_path / f"{name}.jpg", 16, 3, WHOLE.evaluation) for name in ("plain", "odd"))
-    assert torch.equal(plain, odd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,12 @@ import torch
 
 from recipes.vision.augment import Augment
 from recipes.vision.huggingface import HuggingFaceImages
-from tests.commands import curve, far, lines
-from tests.inside import here, product
-from tests.processes import Processes
+from tests.ranks import Processes
 from tests.recipes.test_folder import CLASSES, SHORT, WHOLE, picture
-from trainer.data.data import Data, fingerprint_items
-from trainer.data.dataset_reader import LoaderOptions, make_reader
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.run import far, run
+from trainer import Data, Strategy
+from trainer.data.loader import TrainLoader
+from trainer.strategies.machine import Machine
 
 datasets = pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[hf]'")
 
@@ -56,11 +55,11 @@ def data(path: Path, **fields: Any) -> HuggingFaceImages:
 @pytest.mark.long
 def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
     start = [f"data.path={place / 'numbers'}", "data.image=img", "data.label=kind", *WORDS]
-    assert product(Launch(), place, [*start, "run.dir=alone", "strategy=single", "loader.workers=1"]) == 0
-    two = [*start, "run.dir=two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
-    assert processes.run(2, product, place, two) == [0, 0]
-    assert far(curve(place / "two"), curve(place / "alone")) < 1e-6
-    assert {line["samples"] for line in lines(place / "two", "eval")} == {15}
+    alone = run([*start, "run.dir=alone", "strategy=single", "loader.workers=1"], place=place)
+    words = [*start, "run.dir=two", "strategy=ddp", "loader.workers=0", "loop.micro_batches=2"]
+    two = run(words, 2, "group", place=place)
+    assert far(two.curve(), alone.curve()) < 1e-6
+    assert {line["samples"] for line in two.lines("eval")} == {15}
 
 
 def test_words_as_labels_are_numbered_in_all_splits_together(place: Path) -> None:
@@ -84,33 +83,23 @@ def test_a_set_of_the_package_itself_is_read_item_by_item() -> None:
             return torch.tensor([item["x"] for item in items]), torch.tensor([item["y"] for item in items])
 
     dataset = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "y": [0, 1, 2]})
-    read = make_reader(dataset, Pairs().collate, 0, LoaderOptions(workers=0), pin=False)
-    ((_, inputs, targets),) = read(0, [torch.tensor([2, 0])])  # its own `batch` takes the size of a batch
-    assert (inputs.tolist(), targets.tolist()) == ([3.0, 1.0], [2, 0])
-    assert fingerprint_items(dataset)
+    with Strategy(machine=Machine(device="cpu")) as strategy:
+        ((batch,),) = TrainLoader(Pairs(), dataset, strategy.slice, 3).epoch(0)
+    # its own `batch` takes the size of a batch
+    assert batch.inputs.tolist() == [[1.0, 2.0, 3.0][at] for at in batch.indices]
+    assert batch.targets.tolist() == batch.indices.tolist()
+    assert Data().fingerprint(dataset)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        pytest.param(
-            ("data.path=/nowhere/at/all",), r"data\.path=/nowhere/at/all: there is no folder", marks=pytest.mark.long
-        ),
+def test_what_is_not_there_is_refused_in_words(place: Path, tmp_path: Path) -> None:
+    columns = ("data.image=img", "data.label=kind")
+    for words, said in (
+        (("data.path=/nowhere/at/all",), r"data\.path=/nowhere/at/all: there is no folder"),
         (("data.evaluation=valid",), r"data\.evaluation=valid: .* has no such split; it has train, test"),
         (("data.image=picture",), r"data\.image=picture: split train of .* has no such column; it has img, kind"),
-        pytest.param(
-            ("data.image=kind", "data.label=kind"),
-            r"data\.image=kind: this column of .* holds no pictures",
-            marks=pytest.mark.long,
-        ),
+        (("data.image=kind", "data.label=kind"), r"data\.image=kind: this column of .* holds no pictures"),
         (("data.image=img", "data.label=kinds"), r"no such column; it has img, kind; did you mean 'kind'"),
-        pytest.param(
-            ("data.image=img", "data.label=kind", "data.num_classes=2"),
-            r"data\.num_classes=2, but .* has 3 classes",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_what_is_not_there_is_refused_in_words(place: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(Refusal, match=said):
-        here(f"data.path={place / 'numbers'}", *WORDS, f"run.dir={tmp_path}", *words)
+        ((*columns, "data.num_classes=2"), r"data\.num_classes=2, but .* has 3 classes"),
+    ):
+        refused = run([f"data.path={place / 'numbers'}", *WORDS, *words, "run.dir=run"], place=tmp_path, code=2).out
+        assert re.search(said, refused), refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from recipes.language.decoder import Decoder
 from recipes.language.text import Text
 from recipes.language.tokens import Tokens
-from tests.commands import ROOT, lines
-from tests.inside import product
-from tests.processes import Processes
-from tests.quick import quickly
+from tests.ranks import Processes
 from tests.recipes.nano import GPT, train
-from trainer.api import build_run
-from trainer.data.sampler import EpochOrder
-from trainer.jobs.generate import Generate
-from trainer.jobs.trained_run import load_network, select_checkpoint
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.run import ROOT, quickly, run
+from trainer import Refusal, Strategy
+from trainer import run as learn
+from trainer.data.loader import TrainLoader
+from trainer.strategies.machine import Machine
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "context": 16, "width": 32, "depth": 2, "heads": 4}
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "rotary": 10000.0, "bias": False, "groups": 2, "inner": 48}
@@ -56,6 +53,7 @@ def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert not any(lost.values()), lost
     tokens = torch.randint(256, (3, 16))
     torch.testing.assert_close(own(tokens), theirs.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (None, None)  # none ends a text
 
     # and back, from the files that transformers itself writes
     theirs.save_pretrained(tmp_path / "theirs")
@@ -83,61 +81,45 @@ MODERN = ("model.rotary=10000", "model.mlp=swiglu", "model.norm=rms", "model.gro
 NETWORKS = {
     "gpt": (),
     "gpt, tied": ("model.tied=true",),
-    "llama": (
-        *MODERN,
-        "model.rotary_scaling={rope_type:llama3,factor:4,low_freq_factor:1,high_freq_factor:4,original_max_position_embeddings:2}",
-    ),
+    "llama": (*MODERN, "model.rotary_scaling={rope_type:linear,factor:4}"),
     "llama, tied": (*MODERN, "model.tied=true"),
 }
 PLACES: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp": (2, ("strategy=tp",)),
     "tp, sequence": (2, ("strategy=tp", "model.sequence=true")),
     "tp, loss_parallel": (2, ("strategy=tp", "model.loss_parallel=true")),
-    "fsdp_tp, sequence, loss_parallel, recomputing": (
+    "fsdp_tp": (
         4,
         (
-            "strategy=fsdp_tp",
-            "strategy.tensor=2",
-            "model.sequence=true",
-            "model.loss_parallel=true",
+            *("strategy=fsdp_tp", "strategy.tensor=2", "model.sequence=true", "model.loss_parallel=true"),
             "strategy.activation_checkpointing=units",
         ),
     ),
     "fsdp": (2, ("strategy=fsdp", "loop.micro_batches=2")),
     "hsdp": (4, ("strategy=hsdp", "strategy.replicate=2")),
     "zero1": (2, ("strategy=zero1",)),
-    "ddp": (3, ("strategy=ddp", "loop.global_batch=9")),
+    "ddp": (3, ("strategy=ddp", "loop.uneven=true")),
     "pp": (2, ("strategy=pp", "loop.micro_batches=2")),
     "cp": (2, ("strategy=cp",)),
     "ddp_cp": (4, ("strategy=ddp_cp", "loop.micro_batches=2")),
-    "fsdp_cp, recomputing": (4, ("strategy=fsdp_cp", "strategy.activation_checkpointing=units")),
-    "mesh of context and tensor, sequence": (
-        4,
-        ("strategy=mesh", "strategy.context=2", "strategy.tensor=2", "model.sequence=true"),
-    ),
-    "ddp_tp, sequence": (4, ("strategy=ddp_tp", "strategy.tensor=2", "model.sequence=true")),
+    "fsdp_cp": (4, ("strategy=fsdp_cp", "strategy.activation_checkpointing=units")),
+    "mesh": (4, ("strategy=mesh", "strategy.context=2", "strategy.tensor=2", "model.sequence=true")),
+    "ddp_tp": (4, ("strategy=ddp_tp", "strategy.tensor=2", "model.sequence=true")),
 }
+# each place once, each network in several of them; a tied head is not split, and no stage has both
+CASES = [
+    *(("llama, tied", "tp"), ("gpt", "tp, sequence"), ("llama", "tp, loss_parallel"), ("gpt", "fsdp_tp")),
+    *(("gpt, tied", "fsdp"), ("llama", "hsdp"), ("llama, tied", "zero1"), ("gpt", "ddp"), ("llama", "pp")),
+    *(("gpt, tied", "cp"), ("llama", "ddp_cp"), ("llama, tied", "fsdp_cp"), ("gpt, tied", "mesh")),
+    *(("llama, tied", "ddp_tp"), ("llama, tied", "tp, sequence"), ("llama", "fsdp_tp")),
+]
 # nanoGPT's published sizes for a CPU
 NANO = (
-    "data=text",
-    "data.length=64",
-    "data.stride=1",
-    "model=gpt_nano",
-    "task=language",
-    "optimizer=adamw",
-    "optimizer.weight_decay=0.1",
-    "schedule=cosine",
-    "model.tied=true",
-    "loop.global_batch=12",
-    "loop.max_norm=1",
-    "optimizer.lr=1e-3",
-    "optimizer.betas=[0.9,0.99]",
-    "schedule.final=0.1",
-    "data.held=0.1",
-    "loop.eval_every=null",
+    *("data=text", "data.length=64", "data.stride=1", "data.held=0.1", "model=gpt_nano", "model.tied=true"),
+    *("task=language", "optimizer=adamw", "optimizer.weight_decay=0.1", "optimizer.lr=1e-3"),
+    *("optimizer.betas=[0.9,0.99]", "schedule=cosine", "schedule.final=0.1", "loop.global_batch=12"),
+    *("loop.max_norm=1", "loop.eval_every=null"),
 )
-CASES = [(network, place) for network in NETWORKS for place in PLACES]
-UNTIED = ("tp, loss_parallel", "fsdp_tp, sequence, loss_parallel, recomputing", "pp")
 
 
 @pytest.fixture(scope="module")
@@ -145,70 +127,65 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("language")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("network", "place"),
-    quickly(
-        [(network, place) for network, place in CASES if "tied" not in network or place not in UNTIED],
-        ("gpt", "fsdp_tp, sequence, loss_parallel, recomputing"),
-        ("llama, tied", "tp, sequence"),
-        ("llama", "ddp_cp"),
-    ),
-)
-def test_every_plan_gives_one_curve(processes: Processes, folder: Path, network: str, place: str) -> None:
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Any:
+    """The curve of each network in one process."""
+    known: dict[str, list[float]] = {}
+
+    def learned(network: str) -> list[float]:
+        if network not in known:
+            words = [*BOOK, *SHORT, *NETWORKS[network], "precision=fp64", "strategy=single"]
+            name = network.replace(", ", "-")
+            known[network] = run([*words, f"run.dir={name}"], place=folder).curve()
+        return known[network]
+
+    return learned
+
+
+@pytest.mark.parametrize(("network", "place"), quickly(CASES, ("gpt, tied", "fsdp")))
+def test_every_plan_gives_one_curve(processes: Processes, folder: Path, alone: Any, network: str, place: str) -> None:
     size, words = PLACES[place]
-    batch = [word for word in words if word.startswith("loop.global_batch")]
-    common = [*BOOK, *SHORT, *NETWORKS[network], *batch, "precision=fp64"]
-    losses = []
-    for name, ranks, more in (("alone", 1, ("strategy=single",)), (place, size, words)):
-        run = folder / f"{network}-{place}-{name}".replace(" ", "").replace(",", "-")
-        assert processes.run(ranks, product, folder, [*common, *more, f"run.dir={run}"]) == [0] * ranks
-        losses.append([line["loss"] for line in lines(run) if line["kind"] == "train"])
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    name = f"{network}-{place}".replace(", ", "-")
+    words = (*BOOK, *SHORT, *NETWORKS[network], "precision=fp64", *words, f"run.dir={name}")
+    spread = run(words, size, "group", place=folder).curve()
+    assert len(spread) == 3
+    assert spread == pytest.approx(alone(network), rel=1e-10)
 
 
-def test_a_run_exports_to_transformers_and_begins_with_their_weights(folder: Path, capsys: Any) -> None:
+def test_a_run_exports_to_transformers_and_begins_with_their_weights(folder: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
     common = [*BOOK, *SHORT, "model.tied=true", "strategy=single"]
-    run = folder / "exported"
-    assert product(Launch(), folder, [*common, f"run.dir={run}"]) == 0
-    assert (
-        product(Launch(), folder, [f"run.dir={run}", "job=export", "job.format=huggingface", "job.checkpoint=last"])
-        == 0
-    )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "export" / "model")
+    exported = run([*common, "run.dir=exported"], place=folder).folder
+    run(["run.dir=exported", "job=export", "job.format=huggingface", "job.checkpoint=last"], place=folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported / "export" / "model")
 
     # the same words from both, token by token
-    capsys.readouterr()
     greedy = ["job=generate", "job.prompt=Call me", "job.tokens=1", "job.temperature=0", "job.checkpoint=last"]
-    assert product(Launch(), folder, [f"run.dir={run}", *greedy]) == 0
+    shown = run(["run.dir=exported", *greedy], place=folder).out
     prompt = torch.tensor(list(b"Call me"))[None]
     drawn = theirs.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
-    said = json.loads((run / "generate" / "samples.jsonl").read_text())["text"]
+    said = json.loads((exported / "generate" / "samples.jsonl").read_text())["text"]
     assert said == bytes(drawn[0].tolist()).decode(errors="replace")
-    assert said in capsys.readouterr().out
+    assert said in shown
 
     # a run that begins with their folder begins with the very same loss as one that begins with the run
-    firsts = []
-    for name, source in (("theirs", run / "export" / "model"), ("ours", run)):
-        again = folder / f"from-{name}"
-        assert product(Launch(), folder, [*common, f"init_from={source}", f"run.dir={again}", "seed=3"]) == 0
-        firsts.append([line["loss_hex"] for line in lines(again) if line["kind"] == "train"])
-    assert firsts[0] == firsts[1]
-    assert "not there" not in capsys.readouterr().out
+    begun = [
+        run([*common, f"init_from={source}", f"run.dir=from-{name}", "seed=3"], place=folder)
+        for name, source in (("theirs", exported / "export" / "model"), ("ours", exported))
+    ]
+    assert begun[0].curve("loss_hex") == begun[1].curve("loss_hex")
+    assert not any("not there" in ended.out for ended in begun)
 
 
-@pytest.mark.parametrize("model", ["gpt_nano", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["gpt_nano", "llama"])
 def test_an_exported_program_takes_other_batches_and_lengths(model: str, tmp_path: Path) -> None:
-    small = ["model.width=32", "model.depth=2", "data.length=16", "loop.global_batch=8"]
+    small = ["model.width=32", "model.depth=2", "data.length=16", "loop.global_batch=8", "log=[]", "device=cpu"]
     small += ["model.heads=4", "model.groups=2", "model.inner=48"] if model == "llama" else []
-    words = [f"model={model}", "data=synthetic_tokens", *small, "loop.steps=2", "run.dir=run"]
-    assert product(Launch(), tmp_path, words) == 0
-    assert product(Launch(), tmp_path, ["run.dir=run", "job=export", "job.format=pt2"]) == 0
+    words = [f"model={model}", "data=synthetic_tokens", *small, "loop.steps=2", f"run.dir={tmp_path / 'run'}"]
+    own = learn(words).network
+    run(["run.dir=run", "job=export", "job.format=pt2", "job.checkpoint=last"], place=tmp_path)
     program = torch.export.load(tmp_path / "run" / "export" / "model.pt2").module()
-    run = build_run(["job=export", f"run.dir={tmp_path}/run", "device=cpu"], Launch())
-    own = load_network(run, select_checkpoint(run, "best").path, average=False)
     for batch, length in ((2, 16), (1, 16), (5, 7), (3, 1)):
         tokens = torch.randint(256, (batch, length))
         torch.testing.assert_close(program(tokens), own(tokens), rtol=0, atol=1e-5)
@@ -260,47 +237,49 @@ def test_one_text_has_its_end_held_back_and_a_run_reads_it_in_the_same_order_und
     }
     assert sizes == {"train": 5100 + 1, "evaluation": 1700 + 1}
     words = ["data=tokens", "data.folder=shards", "data.length=16", "data.boundaries=true", *BOOK[1:5], *SHORT[1:]]
-    words += ["precision=fp64"]
-    losses = []
-    for ranks, strategy in ((1, "single"), (2, "fsdp")):
-        run = folder / f"tokens-{strategy}"
-        assert processes.run(ranks, product, folder, [*words, f"strategy={strategy}", f"run.dir={run}"]) == [0] * ranks
-        losses.append([line["loss"] for line in lines(run) if line["kind"] == "train"])
-        assert "bits_per_byte" in lines(run, "eval")[-1]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    ended = [
+        run([*words, "precision=fp64", f"strategy={strategy}", f"run.dir=tokens-{strategy}"], *how, place=folder)
+        for strategy, how in (("single", (1,)), ("fsdp", (2, "group")))
+    ]
+    assert ended[1].curve() == pytest.approx(ended[0].curve(), rel=1e-10)
+    assert all("bits_per_byte" in each.lines("eval")[-1] for each in ended)
 
 
 @pytest.mark.long
 def test_the_curve_is_that_of_a_loop_by_hand(folder: Path) -> None:
-    from safetensors.torch import save_file
-
     torch.manual_seed(5)
-    by_hand = GPT()
+    by_hand, steps = GPT(), 20
     save_file(by_hand.published(), folder / "gpt.safetensors")
-    run, steps = folder / "nano", 20
-    words = [*NANO, "init_from=gpt.safetensors", f"loop.steps={steps}", "schedule.warmup=10"]
-    assert product(Launch(), folder, [*words, "strategy=single", "loop.log_every=1", f"run.dir={run}"]) == 0
+    words = [*NANO, "init_from=gpt.safetensors", f"loop.steps={steps}", "schedule.warmup=10", "loop.log_every=1"]
+    ours = run([*words, "strategy=single", "run.dir=nano"], place=folder).curve()
     text = Text(length=64, stride=1)
     windows = text.train()
-    order = EpochOrder(text, windows, seed=0)(0)[:]
+    with Strategy(machine=Machine(device="cpu")) as strategy:
+        loader = TrainLoader(text, windows, strategy.slice, 12)
+        order = torch.cat([batch.indices for _, (batch,) in zip(range(steps), loader.epoch(0), strict=False)])
     book = torch.cat([windows.batch(torch.arange(0, len(windows), 64))[0].flatten()]).to(torch.uint8)
     losses, _ = train(by_hand, book, order, steps, horizon=steps, warmup=10)
-    assert [line["loss"] for line in lines(run) if line["kind"] == "train"] == pytest.approx(losses, abs=2e-5)
+    assert ours == pytest.approx(losses, abs=2e-5)
 
 
-def test_what_a_key_cannot_do_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"model\.loss_parallel=true splits the head, .*: model\.tied=false"):
-        Decoder(**SIZES, loss_parallel=True)
-    with pytest.raises(Refusal, match=r"groups that work: 1, 2, 4"):
-        Decoder(**SIZES, groups=3)
-    with pytest.raises(Refusal, match=r"neither GPT-2 .* nor Llama"):
-        Decoder(**SIZES, **LLAMA | {"norm": "layer"}).save_pretrained(Path("nowhere"))
-    with pytest.raises(Refusal, match=r"a mixture of experts is none of the networks of transformers"):
-        Decoder(**SIZES, **LLAMA, experts=4).save_pretrained(Path("nowhere"))
-    with pytest.raises(Refusal, match=r"model\.rotary is 0\.0; it is the base of rotary positions"):
-        Decoder(**SIZES, rotary=0.0)
-    for temperature in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(Refusal, match=rf"job\.temperature={temperature}, .* temperature is 0 or more"):
-            Generate(temperature=temperature)
-    with pytest.raises(Refusal, match=r"model\.width ÷ model\.heads is 1: .* must be even"):
-        Decoder(**SIZES | {"heads": 32}, rotary=1e4)
+def test_what_a_key_cannot_do_is_refused(tmp_path: Path) -> None:
+    words: dict[str, Any]
+    other: dict[str, Any]
+    for words, said in (
+        ({"loss_parallel": True}, r"model\.loss_parallel=true splits the head, .*: model\.tied=false"),
+        ({"groups": 3}, r"groups that work: 1, 2, 4"),
+        ({"rotary": 0.0}, r"model\.rotary is 0\.0; it is the base of rotary positions"),
+        ({"heads": 32, "rotary": 1e4}, r"model\.width ÷ model\.heads is 1: .* must be even"),
+    ):
+        with pytest.raises(Refusal, match=said):
+            Decoder(**SIZES | words)
+    for other, said in (
+        ({"norm": "layer"}, r"neither GPT-2 .* nor Llama"),
+        ({"experts": 4}, r"a mixture of experts is none of the networks of transformers"),
+    ):
+        with pytest.raises(Refusal, match=said):
+            Decoder(**SIZES, **LLAMA | other).save_pretrained(tmp_path / "nowhere")
+    run([*BOOK, *SHORT, "loop.steps=1", "run.dir=run"], place=tmp_path)
+    for temperature in ("-1", "nan", "inf"):
+        drawn = ["job=generate", "run.dir=run", "job.prompt=a", f"job.temperature={temperature}"]
+        assert re.search(r"job\.temperature=.*0 or more", run(drawn, place=tmp_path, code=2).out)

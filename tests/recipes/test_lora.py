@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.language.decoder import Decoder
-from tests.commands import curve, far, lines
-from tests.inside import here, product
-from tests.processes import Processes
-from tests.quick import quickly
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.ranks import Processes
+from tests.run import curve, far, lines, quickly, run
+from trainer import Refusal
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import CheckpointManager
 
@@ -55,16 +53,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(place: Path) -> Path:
     """What one process learns."""
-    assert product(Launch(), place, [*COMMON, "strategy=single", "run.dir=alone"]) == 0
-    return place / "alone"
+    return run([*COMMON, "strategy=single", "run.dir=alone"], place=place).folder
 
 
-def stored(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
-    """All that the checkpoint of a step holds, by itself."""
-    store = CheckpointManager(run / "checkpoints", Ranks())
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All that the newest checkpoint of a run holds, by itself."""
+    store = CheckpointManager(folder / "checkpoints", Ranks())
     found = store.newest()
     assert found is not None
-    assert found.step == step
     own = {name: torch.empty_like(one, device="cpu") for name, one in found.tensors.items()}
     store.read(found, own)
     return own
@@ -74,11 +70,10 @@ def stored(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
 def test_one_curve_and_adapters_alone_in_the_checkpoint(
     place: Path, processes: Processes, alone: Path, strategy: str
 ) -> None:
-    (size, more), run = SPREAD[strategy], place / strategy
-    words = [*COMMON, *more, f"strategy={strategy}", f"run.dir={run}"]
-    assert processes.run(size, product, place, words) == [0] * size
-    assert far(curve(run), curve(alone)) < 1e-10
-    ours, theirs = stored(run), stored(alone)
+    size, more = SPREAD[strategy]
+    spread = run([*COMMON, *more, f"strategy={strategy}", f"run.dir={strategy}"], size, "group", place=place)
+    assert far(spread.curve(), curve(alone)) < 1e-10
+    ours, theirs = stored(spread.folder), stored(alone)
     assert ours.keys() == theirs.keys()
     # 5 layers in each of 2 blocks, 2 matrices each, and what Adam remembers of them
     adapters = {name for name in ours if "/" not in name}
@@ -86,27 +81,27 @@ def test_one_curve_and_adapters_alone_in_the_checkpoint(
     assert all(name.endswith(("lora_a", "lora_b")) for name in adapters)
     assert all("lora_" in name for name in ours)
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-9
-    tensors = sum(file.stat().st_size for file in (run / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    tensors = sum(
+        file.stat().st_size for file in (spread.folder / "checkpoints" / "step-00000004").glob("*.safetensors")
+    )
     assert tensors < 3 * 8 * sum(ours[name].numel() for name in adapters) + 40_000  # and headers
 
 
 @pytest.mark.long
 def test_a_run_goes_on_to_the_bit_and_under_any_other_strategy(place: Path, processes: Processes, alone: Path) -> None:
     for name in ("fsdp", "tp"):
-        run, words = place / f"{name}-later", [*COMMON, f"strategy={name}", f"run.dir={name}-later"]
-        assert processes.run(2, product, place, [*words, "loop.steps=2", "schedule=constant"]) == [0, 0]
-        shutil.copytree(run, place / f"{name}-other")
-        assert processes.run(2, product, place, [*words, "schedule=constant", "run.accept_changes=true"]) == [0, 0]
-    whole = place / "tp-whole"
-    words = [*COMMON, "schedule=constant", f"run.dir={whole}"]
-    assert processes.run(2, product, place, [*words, "strategy=tp"]) == [0, 0]
-    assert curve(whole, "loss_hex") == curve(place / "tp-later", "loss_hex")
-    assert all(torch.equal(one, stored(whole)[name]) for name, one in stored(place / "tp-later").items())
+        words = [*COMMON, f"strategy={name}", f"run.dir={name}-later", "schedule=constant"]
+        run([*words, "loop.steps=2"], 2, "group", place=place)
+        shutil.copytree(place / f"{name}-later", place / f"{name}-other")
+        run([*words, "run.accept_changes=true"], 2, "group", place=place)
+    words = [*COMMON, "schedule=constant"]
+    whole = run([*words, "strategy=tp", "run.dir=tp-whole"], 2, "group", place=place)
+    assert whole.curve("loss_hex") == curve(place / "tp-later", "loss_hex")
+    assert all(torch.equal(one, stored(whole.folder)[name]) for name, one in stored(place / "tp-later").items())
     # written by one, read by the other, and by a single process
     for name, size, strategy in (("fsdp-other", 2, "tp"), ("tp-other", 1, "single")):
         more = [f"strategy={strategy}", f"run.dir={name}", "run.accept_changes=true"]
-        assert processes.run(size, product, place, [*words, *more]) == [0] * size
-        assert far(curve(place / name), curve(whole)) < 1e-10
+        assert far(run([*words, *more], size, "group", place=place).curve(), whole.curve()) < 1e-10
 
 
 @pytest.mark.long
@@ -120,10 +115,8 @@ def test_jobs_read_the_rest_where_it_lies_and_refuse_where_it_is_other(
     state = tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json"
     assert str(place / "base") in state.read_text()  # as it began; the folder is still there
     last = ["run.dir=run", "job.checkpoint=last"]
-    assert here(*last, "job=evaluate") == 0
-    evaluated = lines(tmp_path / "run", "eval")
-    assert here(*last, "job=export", "job.format=huggingface") == 0
-    assert here(*last, "job=export") == 0
+    for job in (("job=evaluate",), ("job=export", "job.format=huggingface"), ("job=export",)):
+        run([*last, *job])
     tokens = torch.randint(256, (2, 16))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "model").eval().float()
     own = Decoder(**Decoder.settings_of(tmp_path / "base", 256) | {"context": 64, "lora": 2}).eval()
@@ -132,30 +125,31 @@ def test_jobs_read_the_rest_where_it_lies_and_refuse_where_it_is_other(
     torch.testing.assert_close(theirs(tokens).logits, own(tokens), rtol=1e-4, atol=1e-4)
     merged = load_file(tmp_path / "run" / "export" / "model.safetensors")
     assert merged.keys() == own.merged().state_dict().keys()
-    assert evaluated is not None
+    assert lines(tmp_path / "run" / "evaluate", "eval")
 
     # another run begins with the adapters and what lies under them
     words = [word for word in COMMON if not word.startswith("init_from")]
-    assert here(*words, "strategy=single", "init_from=run", "run.dir=next", "optimizer.lr=0", "loop.steps=1") == 0
+    run([*words, "strategy=single", "init_from=run", "run.dir=next", "optimizer.lr=0", "loop.steps=1"])
     assert "base" in json.loads((tmp_path / "next/checkpoints/step-00000001/state.json").read_text())
 
     (place / "base").rename(place / "moved")
     try:
         # the same in another place
-        assert here(*last, "job=evaluate", f"init_from={tmp_path / 'base'}") == 0
+        run([*last, "job=evaluate", f"init_from={tmp_path / 'base'}"])
         changed = {name: tensor + 1e-3 for name, tensor in values.items()}
         save_file(changed, tmp_path / "base" / "model.safetensors")
         for words in ([*last, "job=evaluate"], [*last, "job=export"], [*COMMON, "run.dir=run", "loop.steps=9"]):
-            with pytest.raises(Refusal, match=r"no frozen weights.*model\.safetensors has another SHA-256"):
-                here(*words, f"init_from={tmp_path / 'base'}", "strategy=single", "run.accept_changes=true")
+            more = [f"init_from={tmp_path / 'base'}", "strategy=single", "run.accept_changes=true"]
+            said = run([*words, *more], code=2).out
+            assert re.search(r"no frozen weights.*model\.safetensors has another SHA-256", said)
         shutil.rmtree(tmp_path / "base")
-        with pytest.raises(Refusal, match=r"no frozen weights, .* does not exist.*init_from=PATH says where"):
-            here(*last, "job=export")
+        said = run([*last, "job=export"], code=2).out
+        assert re.search(r"no frozen weights, .* does not exist.*init_from=PATH says where", said)
     finally:
         (place / "moved").rename(place / "base")
     # all of it in one folder, for who wants to carry it away
-    assert here(*COMMON, f"init_from={place / 'base'}", "model.settings=null", *OWN, "run.dir=all", *WHOLE) == 0
-    whole = {name for name in stored(tmp_path / "all", 1) if "/" not in name}
+    run([*COMMON, f"init_from={place / 'base'}", "model.settings=null", *OWN, "run.dir=all", *WHOLE])
+    whole = {name for name in stored(tmp_path / "all") if "/" not in name}
     assert whole == own.state_dict().keys() | adapters_of(alone).keys()
 
 
@@ -171,10 +165,10 @@ OTHERS = (
     *("data=text", "data.length=16", "data.held=0.0001", "model=hf_decoder", "init_from=pretrained"),
     *COMMON[6:],
 )
-KINDS = [("llama", "tp"), ("llama", "fsdp"), ("gpt2", "fsdp"), ("gpt2", "ddp")]
 
 
-@pytest.mark.parametrize(("family", "strategy"), quickly(KINDS))
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "strategy"), [("llama", "tp"), ("llama", "fsdp"), ("gpt2", "fsdp")])
 def test_any_decoder_of_transformers_learns_by_adapters(
     place: Path, processes: Processes, alone: Path, family: str, strategy: str
 ) -> None:
@@ -183,24 +177,24 @@ def test_any_decoder_of_transformers_learns_by_adapters(
     if family == "gpt2":
         config = transformers.GPT2Config(vocab_size=256, n_embd=16, n_layer=2, n_head=2, n_positions=64)
         transformers.GPT2LMHeadModel(config).save_pretrained(path)
-    curves = []
-    for name, size in (("single", 1), (strategy, 2)):
-        run = place / f"theirs-{family}-{strategy}-{name}"
-        words = [*OTHERS, f"model.path={path}", f"strategy={name}", f"run.dir={run}"]
-        assert processes.run(size, product, place, words) == [0] * size
-        curves.append(curve(run))
-    assert far(*curves) < 1e-10
-    if family == "llama":  # the same network as ours, and at first an adapter changes nothing
-        assert curves[0][0] == pytest.approx(curve(alone)[0], rel=1e-6)
-    assert all("lora_" in name for name in stored(run))
-    last = [f"run.dir={run}", "job.checkpoint=last"]
-    assert product(Launch(), place, [*last, "job=export", "job.format=huggingface"]) == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "export" / "model").eval()
-    assert (
-        product(Launch(), place, [*last, "job=generate", "job.prompt=Call", "job.tokens=3", "job.temperature=0"]) == 0
+    single, spread = (
+        run(
+            [*OTHERS, f"model.path={path}", f"strategy={name}", f"run.dir=theirs-{family}-{strategy}-{name}"],
+            *(size, "group"),
+            place=place,
+        )
+        for name, size in (("single", 1), (strategy, 2))
     )
+    assert far(single.curve(), spread.curve()) < 1e-10
+    if family == "llama":  # the same network as ours, and at first an adapter changes nothing
+        assert single.curve()[0] == pytest.approx(curve(alone)[0], rel=1e-6)
+    assert all("lora_" in name for name in stored(spread.folder))
+    last = [f"run.dir={spread.folder}", "job.checkpoint=last"]
+    run([*last, "job=export", "job.format=huggingface"], place=place)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(spread.folder / "export" / "model").eval()
+    run([*last, "job=generate", "job.prompt=Call", "job.tokens=3", "job.temperature=0"], place=place)
     drawn = theirs.generate(torch.tensor([list(b"Call")]), max_new_tokens=3, do_sample=False, pad_token_id=0)
-    continued = json.loads((run / "generate" / "samples.jsonl").read_text())["text"]
+    continued = json.loads((spread.folder / "generate" / "samples.jsonl").read_text())["text"]
     assert continued == bytes(drawn[0].tolist()).decode(errors="replace")
 
 
@@ -215,14 +209,3 @@ def test_any_decoder_of_transformers_learns_by_adapters(
 def test_numbers_with_which_nothing_would_learn_as_asked_are_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(Refusal, match=said):
         Decoder(vocab_size=8, context=4, width=8, depth=1, heads=2, **words)
-
-
-@pytest.mark.long
-def test_a_mixture_has_adapters_beside_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["data=text", "data.length=16", "data.held=0.0001", "model=moe_nano", "model.width=16", "model.depth=2"]
-    assert here(*words, "model.lora=2", "loop.steps=1", "loop.global_batch=4", "run.dir=run") == 0
-    learned = {name for name in stored(Path("run"), 1) if name.startswith("optimizer/")}
-    assert learned
-    assert all(".lora_" in name for name in learned)
-    assert not any("experts" in name or "router" in name for name in learned)

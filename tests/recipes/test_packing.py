@@ -17,17 +17,14 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from recipes.language import masks
 from recipes.language.decoder import Decoder
-from recipes.language.masks import Masks, block_mask, dense_mask
+from recipes.language.masks import Masks, block_mask
 from recipes.language.next_token import NextToken
 from recipes.language.synthetic import SyntheticTokens
 from recipes.language.tokens import Tokens
-from tests.commands import ROOT, curve
-from tests.inside import product
-from tests.processes import Processes
-from tests.quick import quickly
+from tests.ranks import Processes
 from tests.recipes.test_language import FAMILIES, SIZES, filled
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.run import ROOT, curve, run
+from trainer import Refusal
 
 PREPARE = (sys.executable, str(ROOT / "scripts" / "prepare_tokens.py"))
 TEXTS = [f"{number}" * length for number, length in enumerate((3, 1, 40, 9, 20, 7, 2, 25, 1, 1, 30, 5) * 3)]
@@ -82,8 +79,7 @@ def documents(begins: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("family", ["gpt2", "qwen2, windows"])
+@pytest.mark.parametrize(("family", "chunk"), [("gpt2", None), ("qwen2, windows", 5)])
 def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: int | None) -> None:
     own = filled(Decoder(**SIZES, **FAMILIES[family])).double().train()
     data = SyntheticTokens(size=6, evaluation_size=0, length=16, vocab_size=256, pack=True)
@@ -94,12 +90,14 @@ def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: i
     loss.backward()
     packed = {name: parameter.grad.clone() for name, parameter in own.named_parameters()}
 
+    alone: Any
     alone, sums = NextToken(ignored=-100), torch.zeros((), dtype=torch.float64)
     own.zero_grad()
     every = documents(begins)
     assert len(every) > 18
     for row, a, b in every:
-        sums = sums + alone._total(alone.forward(own, tokens[row : row + 1, a:b], targets), targets[row : row + 1, a:b])
+        target = targets[row : row + 1, a:b]
+        sums = sums + alone.loss(alone.forward(own, tokens[row : row + 1, a:b], target), target) * alone.weight(target)
     mean = sums / (targets != -100).sum()
     mean.backward()
     torch.testing.assert_close(loss, mean, rtol=1e-12, atol=0)
@@ -108,9 +106,10 @@ def test_documents_of_a_sample_learn_as_each_of_them_alone(family: str, chunk: i
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", [None, 40, pytest.param(200, marks=pytest.mark.long)])
-@pytest.mark.parametrize("samples", [1, 3])  # of which masks are made; 1: all are alike
-@pytest.mark.parametrize(("own", "seen"), quickly([(300, 300), (128, 384), (100, 700), (1, 50)], (100, 700)))
+@pytest.mark.parametrize(  # samples of which masks are made; 1: all are alike
+    ("own", "seen", "samples", "window"),
+    [(100, 700, 1, 40), (100, 700, 3, None), (300, 300, 3, 40), (128, 384, 1, None), (1, 50, 3, 200)],
+)
 def test_the_blocks_of_flex_attention_are_the_dense_mask(own: int, seen: int, samples: int, window: int | None) -> None:
     torch.manual_seed(own)
     new = torch.rand(samples, seen) < 1 / 60
@@ -143,39 +142,21 @@ def test_flex_attention_of_a_gpu_is_that_of_the_dense_mask(dtype: torch.dtype, o
         assert float((one - other).detach().norm() / other.detach().norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_one_mask_is_made_for_all_blocks_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    def counted(*given: Any) -> Any:
-        made.append(given)
-        return dense_mask(*given)
-
-    monkeypatch.setattr(masks, "dense_mask", counted)
-    own = filled(Decoder(**SIZES, **FAMILIES["llama"]))
-    tokens, begins = torch.randint(256, (2, 16)), torch.zeros(2, 16, dtype=torch.int64)
-    scores = own(tokens, begins)
-    assert len(made) == 1
-    torch.testing.assert_close(scores, own(tokens))  # a document each
-    begins[:, 9:] = 9
-    assert not torch.allclose(scores, own(tokens, begins))  # another forward has another mask
-    assert len(made) == 2
-
-
 @pytest.mark.long
 def test_packed_documents_are_resumed_to_the_bit_under_any_strategy(processes: Processes, corpus: Path) -> None:
     place = corpus.parent
-    assert processes.run(1, product, place, [*PACKED, "strategy=single", "loop.steps=6", "run.dir=alone"]) == [0]
+    alone = run([*PACKED, "strategy=single", "loop.steps=6", "run.dir=alone"], place=place).curve()
     for strategy in ("ddp", "cp"):
         for name, ends in (("through", (6,)), ("again", (3, 6))):
             words = [*PACKED, f"strategy={strategy}", f"run.dir={strategy}-{name}"]
             for steps in ends:
-                assert processes.run(2, product, place, [*words, f"loop.steps={steps}"]) == [0, 0]
+                run([*words, f"loop.steps={steps}"], 2, "group", place=place)
         assert curve(place / f"{strategy}-again", "loss_hex") == curve(place / f"{strategy}-through", "loss_hex")
-        assert curve(place / f"{strategy}-through") == pytest.approx(curve(place / "alone"), rel=1e-10)
+        assert curve(place / f"{strategy}-through") == pytest.approx(alone, rel=1e-10)
 
     # what is made of such a run
-    assert product(Launch(), place, ["run.dir=alone", "job=generate", "job.prompt=11", "job.tokens=3"]) == 0
-    assert product(Launch(), place, ["run.dir=alone", "job=export", "job.format=pt2"]) == 0
+    run(["run.dir=alone", "job=generate", "job.prompt=11", "job.tokens=3"], place=place)
+    run(["run.dir=alone", "job=export", "job.format=pt2"], place=place)
     exported = torch.export.load(place / "alone" / "export" / "model.pt2").module()
     inputs, _ = Tokens(str(corpus), 16, pack=True).train().batch(torch.arange(3))
     assert exported(*inputs).shape == (3, 16, 257)
@@ -184,8 +165,8 @@ def test_packed_documents_are_resumed_to_the_bit_under_any_strategy(processes: P
 class Mixing(Decoder):
     """Every token sees all before it, whatever its document."""
 
-    def _seen(self, tokens: Tensor, begins: Tensor | None) -> list[dict[str, Tensor]]:
-        return [seen | {"begins": 0 * seen["begins"]} for seen in super()._seen(tokens, begins)]
+    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Any:
+        return super().forward(tokens, begins if begins is None else 0 * begins)
 
 
 class Counting(Decoder):
@@ -221,12 +202,12 @@ heads: 2
 
 
 @pytest.mark.long
-def test_verify_refuses_a_network_that_mixes_documents_under_every_strategy(corpus: Path) -> None:
+def test_verify_refuses_a_network_that_mixes_documents(corpus: Path) -> None:
     (corpus.parent / "conf" / "model").mkdir(parents=True)
     (corpus.parent / "conf" / "model" / "leaking.yaml").write_text(LEAKING)
     words = ["--config-dir", "conf", "trust=[tests]", *PACKED[:4], "task=language", "model=leaking", "job=verify"]
-    with pytest.raises(Refusal, match=r"job=verify: Mixing mixes documents"):
-        product(Launch(), corpus.parent, [*words, "strategy=single", "loop.global_batch=4", "run.dir=run"])
+    words += ["strategy=single", "loop.global_batch=4", "run.dir=run"]
+    assert "job=verify: Mixing mixes documents" in run(words, place=corpus.parent, code=2).out
 
 
 class Blind(nn.Module):

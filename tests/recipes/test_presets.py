@@ -1,21 +1,18 @@
-"""The recipes of tutorials, by their names: some steps of each on files of the same form, under several strategies."""
+"""The recipes of tutorials, by their names: some steps of each on files of the same form."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 from torchvision import models
 
-from tests.commands import curve, far, lines, status
-from tests.inside import product
-from tests.processes import Processes
+from tests.ranks import Processes
 from tests.recipes.test_cifar import write_ten
 from tests.recipes.test_folder import write
 from tests.recipes.test_vision_data import INSTALLED, write_fashion
-from trainer.launch.rendezvous import Launch
+from tests.run import far, quickly, run
 
 pytestmark = pytest.mark.slow
 
@@ -23,19 +20,27 @@ pytestmark = pytest.mark.slow
 BRIEF = ("loop.global_batch=8", "loop.eval_batch=16", "loop.steps=3", "loop.log_every=1", "loader.workers=0")
 SMALL = ("data.image_size=32", "data.root=pictures", "schedule.warmup=1")
 TOKENS = ("data=synthetic_tokens", "data.length=8", "data.vocab_size=32", "schedule.warmup=1")
+SHALLOW = ("model.depth=2",)
 PRESETS = {
-    "cifar10_resnet18": ("data.image_size=64", "data.root=."),
-    "cifar10_resnet50": ("data.root=.",),
-    "imagenet_resnet50": SMALL,
-    "imagenet_resnet50_strong": (*SMALL, "data.eval_image_size=40", "ema.every=1"),
-    "imagenet_resnet50_fast": (*SMALL, "data.image_sizes=[[0,24],[1,32]]", "data.eval_image_size=40"),
-    "gpt2_speedrun": (*TOKENS, "model.width=16", "model.heads=2", "model.depth=2"),
-    "llama_8b": (*TOKENS, "model.width=16", "model.heads=4", "model.groups=2", "model.inner=32", "model.depth=2"),
-    "imagenet_vit_small": (*SMALL, "model.depth=2", "model.patch_size=8"),
-    "fashion_mnist": ("data.root=clothes",),
-    "fashion_mnist_small": ("data.root=clothes",),
+    "cifar10_resnet18": ("ddp", "data.image_size=64", "data.root=."),
+    "cifar10_resnet50": ("fsdp", "data.root=."),
+    "imagenet_resnet50": ("ddp", *SMALL),
+    "imagenet_resnet50_strong": ("fsdp", *SMALL, "data.eval_image_size=40", "ema.every=1"),
+    "imagenet_resnet50_fast": ("ddp", *SMALL, "data.image_sizes=[[0,24],[1,32]]", "data.eval_image_size=40"),
+    "gpt2_speedrun": ("fsdp", *TOKENS, "model.width=16", "model.heads=2", *SHALLOW),
+    "llama_8b": (
+        "fsdp",
+        *TOKENS,
+        "model.width=16",
+        "model.heads=4",
+        "model.groups=2",
+        "model.inner=32",
+        "model.depth=2",
+    ),
+    "imagenet_vit_small": ("fsdp", *SMALL, *SHALLOW, "model.patch_size=8"),
+    "fashion_mnist": ("ddp", "data.root=clothes"),
+    "fashion_mnist_small": ("ddp", "data.root=clothes"),
 }
-QUICK = "cifar10_resnet18"  # the one that is tried without --long
 
 
 @pytest.fixture(scope="module")
@@ -57,46 +62,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def train(launch: Launch, home: Path, *words: str) -> int:
-    """`python -m trainer …` where no weights need be downloaded."""
-    with patch.dict("os.environ", TORCH_HOME=str(home / "home")):
-        return product(launch, home, list(words))
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    ["ddp", pytest.param("dp", marks=pytest.mark.long), pytest.param("fsdp", marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize(
-    "preset", [QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in PRESETS if name != QUICK)]
-)
-def test_a_preset_trains(home: Path, processes: Processes, preset: str, strategy: str) -> None:
-    folder = home / f"{preset}-{strategy}"
-    words = [f"experiment={preset}", *BRIEF, *PRESETS[preset], f"strategy={strategy}", f"run.dir={folder}"]
-    size = 1 if strategy == "dp" else 2
-    assert processes.run(size, train, home, *words) == [0] * size
-    assert status(folder)["state"] == "completed"
-    assert len(curve(folder)) == 3
-    found = lines(folder, "eval")[-1]
+@pytest.mark.parametrize("preset", quickly(PRESETS, "cifar10_resnet18"))
+def test_a_preset_trains(home: Path, processes: Processes, preset: str) -> None:
+    strategy, *more = PRESETS[preset]
+    words = [f"experiment={preset}", *BRIEF, *more]
+    where = {"TORCH_HOME": str(home / "home")}  # no weights need be downloaded
+    ended = run([*words, f"strategy={strategy}", f"run.dir={preset}"], 2, "group", place=home, environment=where)
+    assert ended.status["state"] == "completed"
+    assert len(ended.curve()) == 3
+    found = ended.lines("eval")[-1]
     assert ({"perplexity"} if "data=synthetic_tokens" in words else {"accuracy", "macro_accuracy"}) <= set(found)
     assert ("ema_accuracy" in found) is ("strong" in preset)
-    said = (folder / "logs" / "rank-0.log").read_text()
+    said = (ended.folder / "logs" / "rank-0.log").read_text()
     assert "Warning" not in said
-    assert ("of another shape, not loaded" in said) is (
-        "cifar10_resnet" in preset
-    )  # the head; of ResNet-50 the stem, too
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("preset", "strategy"), [("imagenet_vit_small", "fsdp"), ("fashion_mnist", "ddp")])
-def test_a_network_without_batch_statistics_has_one_curve(
-    home: Path, processes: Processes, preset: str, strategy: str
-) -> None:
-    words = [f"experiment={preset}", *BRIEF, *PRESETS[preset]]
-    alone, two = home / f"{preset}-alone", home / f"{preset}-two"
-    assert train(Launch(), home, *words, f"run.dir={alone}") == 0
-    assert processes.run(2, train, home, *words, f"strategy={strategy}", f"run.dir={two}") == [0, 0]
-    assert far(curve(two), curve(alone)) < 1e-5
+    # the head; of ResNet-50 the stem, too
+    assert ("of another shape, not loaded" in said) is ("cifar10_resnet" in preset)
+    if preset in ("imagenet_vit_small", "fashion_mnist"):  # without batch statistics it is one curve
+        alone = run([*words, f"run.dir={preset}-alone"], place=home, environment=where)
+        assert far(ended.curve(), alone.curve()) < 1e-5
 
 
 @pytest.mark.long
@@ -104,7 +87,6 @@ def test_a_network_without_batch_statistics_has_one_curve(
 def test_fashion_mnist_is_learned(home: Path) -> None:
     """Not what the recipe reaches, but that it is on its way: 200 steps, over which the rate falls to nothing."""
     words = ["experiment=fashion_mnist_small", "loop.epochs=null", "loop.steps=200", "loop.eval_every=null"]
-    assert train(Launch(), home, *words, f"run.dir={home / 'learned'}") == 0
-    (found,) = lines(home / "learned", "eval")
+    (found,) = run([*words, "run.dir=learned"], place=home).lines("eval")
     assert found["samples"] == 10_000
     assert found["accuracy"] > 0.8  # guessing: 0.1

@@ -41,7 +41,6 @@ def change(folder: Path, **values: Any) -> None:
 
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, r"\(model\.rotary=77\.0\)"),
-    (LLAMA, {}, {"rope_parameters": None, "rope_theta": 77.0}, r"\(model\.rotary=77\.0\)"),
     (
         LLAMA,
         {},
@@ -53,10 +52,8 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"tied": False}, {"tie_word_embeddings": True, "attention_bias": True}, "attention_bias True, here False"),
     (QWEN2, {"qkv_bias": None}, {}, r"model_type qwen2, here llama \(model=llama model\.qkv_bias=true\)"),
     (QWEN2, {}, {"use_sliding_window": True}, r"window 4096, here None \(model\.window=4096\); window_from 28, here 0"),
-    (LLAMA, {"window": 5}, {}, r"window None, here 5 \(model\.window=null\)"),
     (GPT2, {"depth": 1}, {}, r"n_layer 2, here 1 \(model\.depth=2\)"),
     (GPT2, {"mlp": "gelu"}, {}, r"activation_function gelu_new, here gelu \(model\.mlp=gelu_tanh\)"),
-    (GPT2, {}, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
     (LLAMA, {}, {"model_type": "mixtral"}, r"model_type mixtral, here llama"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from recipes.text.huggingface import HuggingFaceText
-from tests.commands import curve, far, lines
-from tests.inside import here, product
-from tests.processes import Processes
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.ranks import Processes
+from tests.run import far, run
 
 datasets = pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[hf]'")
 
 NETWORK = (
-    *(
-        "model=mlp",
-        "model._target_=tests.recipes.test_text.Bag",
-        "trust=[tests]",
-        "+model.vocab_size=${data.vocab_size}",
-    ),
+    *("model=mlp", "model._target_=tests.recipes.test_text.Bag", "+model.vocab_size=${data.vocab_size}"),
     *("trust=[tests]", "~model.channels", "~model.image_size", "~model.width", "~model.depth"),
 )
 SHORT = ("data=huggingface_text", "data.length=6", "loop.global_batch=8", "loop.epochs=2", "loop.log_every=1")
@@ -60,11 +53,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_curve_whoever_reads(place: Path, processes: Processes) -> None:
     start = [f"data.path={place / 'set'}", *SHORT, *LISTS, *NETWORK]
-    assert product(Launch(), place, [*start, "run.dir=alone", "strategy=single", "loader.workers=1"]) == 0
-    two = [*start, "run.dir=two", "strategy=ddp", "loader.workers=0"]
-    assert processes.run(2, product, place, two) == [0, 0]
-    assert far(curve(place / "two"), curve(place / "alone")) < 1e-6
-    assert {line["samples"] for line in lines(place / "two", "eval")} == {15}
+    alone = run([*start, "run.dir=alone", "strategy=single", "loader.workers=1"], place=place)
+    two = run([*start, "run.dir=two", "strategy=ddp", "loader.workers=0"], 2, "group", place=place)
+    assert far(two.curve(), alone.curve()) < 1e-6
+    assert {line["samples"] for line in two.lines("eval")} == {15}
 
 
 def test_lists_are_cut_off_or_filled_up(place: Path) -> None:
@@ -77,7 +69,7 @@ def test_lists_are_cut_off_or_filled_up(place: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_tokenizer_makes_numbers_of_texts_and_says_how_many_there_are(place: Path, processes: Processes) -> None:
+def test_a_tokenizer_makes_numbers_of_texts_and_says_how_many_there_are(place: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -94,28 +86,18 @@ def test_a_tokenizer_makes_numbers_of_texts_and_says_how_many_there_are(place: P
         assert all(torch.equal(one[name], other[name]) for name in other)
         assert label == same
     start = [f"data.path={path}", f"data.tokenizer={tokenizer}", "data.label=mood", *SHORT, *NETWORK]
-    assert product(Launch(), place, [*start, "run.dir=tokens", "loader.workers=1"]) == 0
-    assert product(Launch(), place, [f"data.path={path}", *SHORT, *LISTS, *NETWORK, "run.dir=lists"]) == 0
-    assert curve(place / "tokens", "loss_hex") == curve(place / "lists", "loss_hex")
+    texts = run([*start, "run.dir=tokens", "loader.workers=1"], place=place)
+    numbers = run([f"data.path={path}", *SHORT, *LISTS, *NETWORK, "run.dir=lists"], place=place)
+    assert texts.curve("loss_hex") == numbers.curve("loss_hex")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_cannot_be_is_refused_in_words(place: Path, tmp_path: Path) -> None:
+    for words, said in (
         (("data.columns=[text]",), r"data\.columns: text of .* holds text, not lists .*; data\.tokenizer=NAME makes"),
-        (
-            ("data.columns=[tex]",),
-            r"data\.columns\[0\]=tex: split train of .* has no such column; .*did you mean 'text'",
-        ),
-        (
-            ("data.columns=[ids]", "data.tokenizer=/nowhere"),
-            r"data\.tokenizer=/nowhere: there is no folder|needs the",
-        ),
+        (("data.columns=[tex]",), r"data\.columns\[0\]=tex: split train of .* no such column; .*did you mean 'text'"),
         (("data.columns=[ids]", "data.length=0"), r"data\.length is 0"),
         (("data.columns=[ids]", "data.num_classes=1"), r"data\.num_classes=1, but the column mood of .* has 2 classes"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_words(place: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(Refusal, match=said):
-        here(f"data.path={place / 'set'}", *SHORT, "data.label=mood", *NETWORK, f"run.dir={tmp_path}", *words)
+    ):
+        start = [f"data.path={place / 'set'}", *SHORT, "data.label=mood", *NETWORK]
+        assert re.search(said, run([*start, *words, "run.dir=run"], place=tmp_path, code=2).out)

@@ -14,9 +14,8 @@ import torch
 from recipes.language.synthetic import SyntheticTokens
 from recipes.language.text import Text
 from recipes.language.tokens import Tokens
-from tests.commands import ROOT, lines
-from tests.inside import here
-from trainer.messages import Refusal
+from tests.run import ROOT, run
+from trainer import Refusal
 
 MADE = ("data=synthetic_tokens", "task=language", "data.length=8", "data.vocab_size=16", "data.evaluation_size=16")
 SMALL = ("model=gpt_nano", "model.width=16", "model.depth=1", "model.heads=2", "strategy=single", "loop.log_every=1")
@@ -45,24 +44,20 @@ def test_made_tokens_follow_from_seed_and_number_alone() -> None:
     assert counts[1] < 0.05
 
 
-def test_a_decoder_learns_made_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_decoder_learns_made_tokens(tmp_path: Path) -> None:
     words = ["schedule=constant", "optimizer.lr=0.01", "loop.steps=60", "loop.global_batch=64", "run.dir=run"]
-    assert here(*MADE, *SMALL, *words) == 0
-    losses = [line["loss"] for line in lines(tmp_path / "run")]
+    losses = run([*MADE, *SMALL, *words], place=tmp_path).curve()
     assert losses[0] == pytest.approx(2.77, abs=0.1)  # of 16 tokens: log 16
     assert losses[-1] < 2.2
 
 
-def test_samples_longer_than_the_context_are_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refusal, match=r"data\.length 8 is more than model\.context 6: .*data\.length=6 works, or"):
-        here(*MADE, *SMALL, "model.context=6", "run.dir=run")
+def test_samples_longer_than_the_context_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    said = run([*MADE, *SMALL, "model.context=6", "run.dir=run"], place=tmp_path, code=2).out
+    assert "data.length 8 is more than model.context 6: " in said
+    assert "data.length=6 works, or" in said
     assert not (tmp_path / "run").exists()
-    with pytest.raises(Refusal, match=r"the training set is empty"):
-        here(*MADE, *SMALL, "data.size=0", "run.dir=run")
+    said = run([*MADE, *SMALL, "data.size=0", "run.dir=run"], place=tmp_path, code=2).out
+    assert "the training set is empty" in said
 
 
 READ = """

@@ -11,7 +11,7 @@ from recipes.vision.classification import Classification
 from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
 from recipes.vision.resnet import resnet18, resnet50
-from recipes.vision.vit import Attention, VisionTransformer, patch_for
+from recipes.vision.vit import VisionTransformer, patch_for
 from recipes.vision.zoo import torchvision_model
 from trainer import Refusal
 
@@ -63,30 +63,6 @@ def test_a_transformer_that_does_not_divide_is_refused():
         VisionTransformer(10, 1, 28, width=100)
 
 
-def test_attention_is_packed_head_after_head():
-    """Rows of the fused projection that belong to some heads make an attention of those heads: what a cut relies on."""
-    torch.manual_seed(0)
-    whole, x = Attention(24, heads=4), torch.randn(2, 5, 24)
-    half = Attention(24, heads=4)
-    half.qkv, half.out = nn.Linear(24, 36), nn.Linear(12, 24)
-    parts = []
-    with torch.no_grad():
-        for rank in range(2):
-            half.qkv.weight.copy_(whole.qkv.weight.chunk(2)[rank])
-            half.qkv.bias.copy_(whole.qkv.bias.chunk(2)[rank])
-            half.out.weight.copy_(whole.out.weight.chunk(2, dim=1)[rank])
-            half.out.bias.zero_()
-            parts.append(half(x))
-        assert torch.allclose(parts[0] + parts[1] + whole.out.bias, whole(x), atol=1e-6)
-
-
-def test_a_transformer_sees_where_its_patches_are():
-    network = VisionTransformer(5, 1, 8, width=24, heads=2, depth=1)
-    nn.init.normal_(network.head.weight)
-    images = torch.randn(3, 1, 8, 8)
-    assert not torch.allclose(network(images), network(images.roll(2, dims=-1)), atol=1e-4)
-
-
 def names_of(network, pattern):
     head, tail = pattern.split("*")
     return [name for name, _ in network.named_modules() if name.startswith(head) and name.endswith(tail)]
@@ -117,14 +93,6 @@ def test_torchvisions_networks_take_any_number_of_channels(name, channels):
     assert network(torch.randn(2, channels, 40, 40)).shape == (2, 6)
     own = {"aux_logits": False, "init_weights": True} if name == "googlenet" else {}
     assert names == models.get_model(name, **own).state_dict().keys()
-
-
-def test_the_new_first_convolution_keeps_the_size_of_its_outputs():
-    torch.manual_seed(0)
-    grey, colour = (torchvision_model("resnet18", 2, channels, 40).get_submodule("conv1") for channels in (1, 3))
-    images = torch.randn(4, 3, 40, 40)
-    with torch.no_grad():
-        assert grey(images[:, :1]).std().item() == pytest.approx(colour(images).std().item(), rel=0.2)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
