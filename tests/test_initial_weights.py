@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -10,33 +11,33 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.commands import TRANSFORMER, curve, lines
-from tests.inside import here, product
-from tests.processes import Processes
-from tests.quick import quickly
-from tests.strategies.toys import Net
-from trainer.jobs.initial_weights import InitialWeights
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
-from trainer.parallel.meta_model import build_meta_model
+from tests.options import options
+from tests.ranks import Processes
+from tests.run import TRANSFORMER, quickly, run
 from trainer.parallel.ranks import Ranks
 from trainer.records.checkpoint.manager import CheckpointManager
 
 IMAGES = ("data=synthetic_images", "data.size=32", "data.evaluation_size=0", "data.image_size=8")
 WORDS = (*IMAGES, "loop.global_batch=8", "loop.log_every=1", "schedule=constant", "loop.steps=1")
+STILL = ("optimizer=sgd", "optimizer.lr=0", "optimizer.weight_decay=0")  # a step of no length
+
+
+def everything(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint of a run."""
+    checkpoints = CheckpointManager(folder / "checkpoints", Ranks())
+    found = checkpoints.newest()
+    assert found is not None
+    tensors = {name: torch.empty_like(one, device="cpu") for name, one in found.tensors.items()}
+    checkpoints.read(found, tensors)
+    return tensors
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
     """The network in the newest checkpoint of a run."""
-    checkpoints = CheckpointManager(folder / "checkpoints", Ranks())
-    found = checkpoints.newest()
-    assert found is not None
-    own = {name: torch.empty_like(one, device="cpu") for name, one in found.tensors.items() if "/" not in name}
-    checkpoints.read(found, own)
-    return own
+    return {name: one for name, one in everything(folder).items() if "/" not in name}
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -46,9 +47,11 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose weights no other seed has."""
-    home = tmp_path_factory.mktemp("source")
-    assert product(Launch(), home, [*WORDS, *TRANSFORMER, "seed=1", "run.dir=run"]) == 0
-    return home / "run"
+    return run([*WORDS, *TRANSFORMER, "seed=1", "run.dir=run"], place=tmp_path_factory.mktemp("source")).folder
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "logs" / "rank-0.log").read_text()
 
 
 SPREAD = {"single": 1, "ddp": 2, "zero1": 2, "tp": 2, "fsdp": 2, "pp": 2}
@@ -59,18 +62,17 @@ def test_every_strategy_begins_with_the_weights_of_a_run(
     processes: Processes, source: Path, tmp_path: Path, strategy: str
 ) -> None:
     words = [*WORDS, *TRANSFORMER, f"strategy={strategy}", f"init_from={source}", "seed=2", "optimizer.lr=0"]
-    assert processes.run(SPREAD[strategy], product, tmp_path, [*words, "run.dir=next"]) == [0] * SPREAD[strategy]
-    assert equal(saved(tmp_path / "next"), saved(source))  # after a step of no length
-    names = len(saved(source))
-    assert f"weights     {names} tensors from {source}" in (tmp_path / "next/logs/rank-0.log").read_text()
+    done = run([*words, "run.dir=next"], SPREAD[strategy], "group", place=tmp_path)
+    assert equal(saved(done.folder), saved(source))
+    assert f"weights     {len(saved(source))} tensors from {source}" in log_of(done.folder)
 
 
 class Hollow(nn.Module):
     """A network whose constructor must not be asked for values."""
 
-    def __init__(self, num_classes: int, channels: int, image_size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(channels * image_size**2, num_classes)
+        self.linear = nn.Linear(64, 10)
         if not self.linear.weight.is_meta:
             raise RuntimeError("somebody has built it")
 
@@ -78,19 +80,81 @@ class Hollow(nn.Module):
         return self.linear(images.flatten(1))
 
 
-def test_nobody_builds_values_that_a_file_gives(processes: Processes, tmp_path: Path) -> None:
-    given = {"linear.weight": torch.randn(10, 192), "linear.bias": torch.randn(10)}
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(64, 12), nn.LayerNorm(12), nn.Linear(12, 10)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.up(x.flatten(1)).relu())) * self.scale
+
+
+class Echoes(nn.Module):
+    """A network whose parts are called what wrappers put in front of names; all its tensors have one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        for name in ("module", "_orig_mod"):
+            self.add_module(name, nn.PReLU(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weight + self.get_parameter("module.weight") + self.get_parameter("_orig_mod.weight")
+        return (x.flatten(1)[:, :3] * weights).sum(1, keepdim=True).expand(-1, 10)
+
+
+class Whole(nn.Module):
+    """A network around another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Net(), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))
+
+
+class Learned(nn.Module):
+    """A policy beside its reference, as people learn from preferences; `copied`: one is made of the other."""
+
+    def __init__(self, copied: bool = True) -> None:
+        super().__init__()
+        self.policy, self.still = Net(), nn.Linear(2, 2).requires_grad_(False)
+        nn.init.eye_(self.still.weight)  # what is made without chance may stay
+        nn.init.zeros_(self.still.bias)
+        self.reference = (deepcopy(self.policy) if copied else Net()).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.policy(x) - self.reference(x)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Callable[..., tuple[dict[str, Tensor], str]]:
+    """A step of no length of one of these networks from a file: what it has then, and what was said of weights."""
+    own = options(tmp_path, Hollow, Net, Echoes, Whole, Learned)
+
+    def begin(network: str, file: str, *words: str, code: int = 0, **more: Any) -> tuple[dict[str, Tensor], str]:
+        words = (
+            *own,
+            "loop.steps=1",
+            "loop.eval_every=null",
+            "loop.global_batch=8",
+            *STILL,
+            f"model={network}",
+            *words,
+        )
+        done = run([*words, f"init_from={file}", "run.dir=run", "run.resume=fresh"], place=tmp_path, code=code, **more)
+        return (saved(done.folder), log_of(done.folder)) if code == 0 else ({}, done.out)
+
+    return begin
+
+
+def test_nobody_builds_values_that_a_file_gives(processes: Processes, tmp_path: Path, begin: Any) -> None:
+    given = {"linear.weight": torch.randn(10, 64), "linear.bias": torch.randn(10)}
     save_file(given, tmp_path / "hollow.safetensors")
-    network = [
-        "model=mlp",
-        "model._target_=tests.test_initial_weights.Hollow",
-        "~model.width",
-        "~model.depth",
-        "trust=[tests]",
-    ]
-    words = [*WORDS, *network, "strategy=fsdp", "init_from=hollow.safetensors", "optimizer.lr=0", "run.dir=run"]
-    assert processes.run(2, product, tmp_path, words) == [0, 0]
-    assert equal(saved(tmp_path / "run"), given)
+    found, _ = begin("hollow", "hollow.safetensors", "strategy=fsdp", ranks=2, how="group")
+    assert equal(found, given)
 
 
 def in_shards(state: dict[str, Tensor], folder: Path) -> None:
@@ -119,104 +183,70 @@ FORMS: dict[str, Callable[[dict[str, Tensor], Path], Any]] = {
         {"model": under("module._orig_mod.", state)}, path, _use_new_zipfile_serialization=False
     ),
     "lightning.ckpt": lambda state, path: torch.save({"state_dict": under("net.", state), "loops": {}}, path),
-    "half.pt": lambda state, path: torch.save({name: one.half().float() for name, one in state.items()}, path),
+    "half.pt": lambda state, path: torch.save({name: one.half() for name, one in state.items()}, path),
     "shards": in_shards,
     "bin": as_bin,
 }
 
 
 @pytest.mark.parametrize("form", quickly(FORMS, "net.safetensors", "lightning.ckpt", "half.pt", "shards"))
-def test_every_form_gives_the_same_values(form: str, tmp_path: Path) -> None:
+def test_every_form_gives_the_same_values(form: str, tmp_path: Path, begin: Any) -> None:
     state = {name: value.half().float() for name, value in Net().state_dict().items()}
     FORMS[form](state, tmp_path / form)
-    initial, network = InitialWeights(str(tmp_path / form), "-loss"), Net()
-    initial.find(build_meta_model(Net)[0])  # names and shapes are enough
-    initial.load_into(network)
-    assert equal(network.state_dict(), state)
-    assert initial.is_complete
+    found, said = begin("net", form)
+    assert equal(found, state)
     done = ", its net.*" if form == "lightning.ckpt" else ""
-    assert initial.lines == [f"weights     {len(state)} tensors from {tmp_path / form}{done}"]
+    assert re.search(rf"weights     {len(state)} tensors from \S*{form}{re.escape(done)}\n", said), said
 
 
-class Echoes(nn.Module):
-    """A network whose parts are called what wrappers put in front of names; all its tensors have one shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-        for name in ("module", "_orig_mod"):
-            self.add_module(name, nn.PReLU(3))
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "net."])
-def test_a_part_that_is_called_as_a_wrapper_is_keeps_its_name(tmp_path: Path, prefix: str) -> None:
+@pytest.mark.parametrize("prefix", quickly(["module.", "_orig_mod.", "net."], "module."))
+def test_a_part_that_is_called_as_a_wrapper_is_keeps_its_name(tmp_path: Path, begin: Any, prefix: str) -> None:
     state = {name: torch.randn(3) for name in Echoes().state_dict()}
     save_file(under(prefix, state), tmp_path / "net.safetensors")
-    initial, network = InitialWeights(str(tmp_path / "net.safetensors"), "-loss"), Echoes()
-    initial.find(network)
-    initial.load_into(network)
-    assert equal(network.state_dict(), state)
+    assert equal(begin("echoes", "net.safetensors")[0], state)
 
 
-def test_a_tensor_that_only_the_file_has_takes_nobodys_place(tmp_path: Path) -> None:
-    given = {"weight": torch.randn(3), "module.weight": torch.randn(3), "my_orig_mod.weight": torch.randn(3)}
-    torch.save(given, tmp_path / "net.pt")
-    initial, network = InitialWeights(str(tmp_path / "net.pt"), "-loss"), nn.PReLU(3)
-    initial.find(network)
-    initial.load_into(network)
-    assert torch.equal(network.weight, given["weight"])
-    assert initial.lines[1] == "weights     2 not of this network, not loaded: module.weight, my_orig_mod.weight"
-
-
-def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path) -> None:
+def test_a_part_of_the_network_may_be_all_that_a_file_has(tmp_path: Path, begin: Any) -> None:
     state = Net().state_dict()
     save_file(state, tmp_path / "net.safetensors")
-    network = nn.ModuleDict({"head": nn.Linear(4, 2), "inner": Net()})
-    initial = InitialWeights(str(tmp_path / "net.safetensors"), "-loss")
-    initial.find(network)
-    initial.load_into(network)
-    assert equal(network["inner"].state_dict(), state)
-    assert initial.lines[0] == f"weights     {len(state)} tensors from {tmp_path / 'net.safetensors'}, as inner.*"
-    assert initial.lines[1:] == ["weights     2 not there, not loaded: head.weight, head.bias"]
+    found, said = begin("whole", "net.safetensors")
+    assert equal({name[6:]: one for name, one in found.items() if name.startswith("inner.")}, state)
+    assert "net.safetensors, as inner.*" in said
+    assert "weights     2 not there, not loaded: last.weight, last.bias" in said
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_nothing_frozen_stays_random_or_a_copy_of_what_is_replaced(tmp_path: Path, copied: bool) -> None:
-    def build(add: int = 0) -> nn.Module:
-        torch.manual_seed(0 if copied else add)
-        policy, still = Net(), nn.Linear(2, 2).requires_grad_(False)
-        nn.init.eye_(still.weight)  # what is made without chance may stay
-        nn.init.zeros_(still.bias)
-        reference = deepcopy(policy) if copied else Net()
-        return nn.ModuleDict({"policy": policy, "reference": reference.requires_grad_(False), "still": still})
-
-    state = {f"{part}.{name}": one for part in ("policy", "reference") for name, one in Net().state_dict().items()}
+@pytest.mark.parametrize("copied", ["true", "false"])
+def test_nothing_frozen_stays_random_or_a_copy_of_what_is_replaced(tmp_path: Path, begin: Any, copied: str) -> None:
     save_file(Net().state_dict(), tmp_path / "one.safetensors")
-    save_file(state, tmp_path / "both.safetensors")
-    said = r"\d frozen tensors would stay as built: reference.up.weight.* as policy.*; \d of them it gives as reference"
-    with pytest.raises(Refusal, match=said):
-        InitialWeights(str(tmp_path / "one.safetensors"), "-loss").find(build(), build)
-    InitialWeights(str(tmp_path / "both.safetensors"), "-loss").find(build(), build)
+    both = {f"{part}.{name}": one for part in ("policy", "reference") for name, one in Net().state_dict().items()}
+    save_file(both, tmp_path / "both.safetensors")
+    _, said = begin("learned", "one.safetensors", f"model.copied={copied}", code=2)
+    wanted = (
+        r"\d frozen tensors would stay as built: reference.up.weight.* as policy.*; \d of them it gives as reference"
+    )
+    assert re.search(wanted, said), said
+    begin("learned", "both.safetensors", f"model.copied={copied}")
 
 
-def test_what_does_not_fit_stays_as_built_and_is_named(tmp_path: Path) -> None:
-    state: dict[str, Tensor] = {name: torch.full_like(value, 5.0) for name, value in Net().state_dict().items()}
-    del state["norm.bias"], state["scale"]
-    state |= {"head.weight": torch.zeros(7, 12), "head.bias": torch.zeros(7), "extra.bias": torch.zeros(3)}
-    torch.save(state, tmp_path / "net.pt")
-    initial, network = InitialWeights(str(tmp_path / "net.pt"), "-loss"), Net()
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    initial.find(network)
-    initial.load_into(network)
-    assert initial.lines[1:] == [
-        "weights     2 of another shape, not loaded: head.weight (7, 12) → (4, 12), head.bias (7,) → (4,)",
+def test_what_does_not_fit_stays_as_built_and_is_named(tmp_path: Path, begin: Any) -> None:
+    given: dict[str, Tensor] = {name: torch.full_like(value, 5.0) for name, value in Net().state_dict().items()}
+    whole = dict(given)
+    del given["norm.bias"], given["scale"]
+    given |= {"head.weight": torch.zeros(7, 12), "head.bias": torch.zeros(7), "extra.bias": torch.zeros(3)}
+    given |= {"module.up.bias": torch.zeros(12)}  # which takes nobody's place
+    torch.save(given, tmp_path / "net.pt")
+    save_file({"up.weight": whole["up.weight"]}, tmp_path / "little.safetensors")
+    found, said = begin("net", "net.pt")
+    built, _ = begin("net", "little.safetensors")
+    for line in (
+        "weights     2 of another shape, not loaded: head.weight (7, 12) → (10, 12), head.bias (7,) → (10,)",
         "weights     2 not there, not loaded: norm.bias, scale",
-        "weights     1 not of this network, not loaded: extra.bias",
-    ]
-    assert not initial.is_complete
-    for name, value in network.state_dict().items():
+        "weights     2 not of this network, not loaded: extra.bias, module.up.bias",
+    ):
+        assert line in said, said
+    for name, value in found.items():
         fresh = name.startswith(("head", "scale", "norm.bias"))
-        assert torch.equal(value, before[name] if fresh else torch.full_like(value, 5.0)), name
+        assert torch.equal(value, built[name] if fresh else whole[name]), name
 
 
 class Hostile:
@@ -234,37 +264,32 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "damaged.pt": (damaged, "torch cannot read it; write its tensors alone"),
     "damaged.safetensors": (damaged, r"damaged\.safetensors: "),
     "empty": (Path.mkdir, "holds no checkpoint, and none of model.safetensors"),
-    "list.pt": (lambda path: torch.save([torch.ones(3)], path), "holds no tensor by name"),
     "other.pt": (
         lambda path: torch.save({"a.weight": torch.ones(3), "b.weight": torch.ones(3)}, path),
-        r"no name in .*other.pt is one of VisionTransformer's; there: a.weight, b.weight; here: position, embed.weight",
+        r"no name in .*other.pt is one of Net's; there: a.weight, b.weight; here: scale, up.weight",
     ),
     "head.pt": (
         lambda path: torch.save({"head.bias": torch.ones(3)}, path),
-        r"has the shape that VisionTransformer has for it: head.bias \(3,\) → \(10,\)",
+        r"has the shape that Net has for it: head.bias \(3,\) → \(10,\)",
     ),
+    "pretrained": (lambda path: None, "Net has no published weights; .*pretrained"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_refused_before_anything_is_made(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, said = REFUSED[name]
+def test_what_cannot_be_read_is_refused_before_anything_is_made(name: str, tmp_path: Path, begin: Any) -> None:
+    make, wanted = REFUSED[name]
     make(tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refusal, match=rf"(?s)init_from={name}: .*{said}"):
-        here(*WORDS, *TRANSFORMER, f"init_from={name}", "run.dir=run")
+    _, said = begin("net", name, code=2)
+    assert re.search(rf"(?s)(init_from={name}: )?.*{wanted}", said), said
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "canary").exists()
 
 
 def test_a_damaged_checkpoint_is_refused_and_two_beginnings_are(source: Path, tmp_path: Path) -> None:
-    begin = (*WORDS, *TRANSFORMER, f"init_from={source}", f"run.dir={tmp_path / 'run'}")
-    with pytest.raises(Refusal, match="a run goes on from a checkpoint or begins with weights of others, not both"):
-        here(*begin, f"run.resume={source}")
-    with pytest.raises(Refusal, match=r"VisionTransformer has no published weights; .*pretrained"):
-        here(*WORDS, *TRANSFORMER, "init_from=pretrained", f"run.dir={tmp_path / 'run'}")
+    words = [*WORDS, *TRANSFORMER, "run.dir=run"]
+    said = run([*words, f"init_from={source}", f"run.resume={source}"], place=tmp_path, code=2).out
+    assert "a run goes on from a checkpoint or begins with weights of others, not both" in said
     checkpoint = tmp_path / "copy"
     checkpoint.mkdir()
     for file in next((source / "checkpoints").iterdir()).iterdir():
@@ -272,48 +297,34 @@ def test_a_damaged_checkpoint_is_refused_and_two_beginnings_are(source: Path, tm
         if file.suffix == ".safetensors":
             data[-1] ^= 1
         (checkpoint / file.name).write_bytes(data)
-    with pytest.raises(Refusal, match="SHA-256 differs"):
-        here(*WORDS, *TRANSFORMER, f"init_from={checkpoint}", f"run.dir={tmp_path / 'run'}")
+    assert "SHA-256 differs" in run([*words, "init_from=copy"], place=tmp_path, code=2).out
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_goes_on_needs_the_file_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = (*WORDS, *TRANSFORMER, "run.dir=run")
-    assert here(*words, "seed=1", "run.dir=first") == 0
-    torch.save(saved(tmp_path / "first"), "weights.pt")
-    assert here(*words, "init_from=weights.pt") == 0
-    Path("weights.pt").unlink()
-    assert here(*words, "init_from=weights.pt", "loop.steps=2") == 0
-    assert len(curve(tmp_path / "run")) == 2
-    assert "note        init_from is ignored, because the run resumes" in (tmp_path / "run/logs/rank-0.log").read_text()
-    assert here(*words, "loop.steps=3") == 0  # nor the word: the checkpoint has every value
-    with pytest.raises(Refusal, match=r"weights\.pt does not exist"):
-        here(*words, "init_from=weights.pt", "run.resume=fresh")
-    assert len(curve(tmp_path / "run")) == 3  # and nothing has moved
+def test_a_run_that_goes_on_needs_the_file_no_more(source: Path, tmp_path: Path) -> None:
+    words = [*WORDS, *TRANSFORMER, "run.dir=run"]
+    torch.save(saved(source), tmp_path / "weights.pt")
+    run([*words, "init_from=weights.pt"], place=tmp_path)
+    (tmp_path / "weights.pt").unlink()
+    done = run([*words, "init_from=weights.pt", "loop.steps=2"], place=tmp_path)
+    assert "note        init_from is ignored, because the run resumes" in log_of(done.folder)
+    run([*words, "loop.steps=3"], place=tmp_path)  # nor the word: the checkpoint has every value
+    said = run([*words, "init_from=weights.pt", "run.resume=fresh"], place=tmp_path, code=2).out
+    assert "weights.pt does not exist" in said
+    assert len(done.curve()) == 3  # and nothing has moved
 
 
-def test_of_a_run_the_best_checkpoint_counts_and_the_newest_where_none_is_known(tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", Ranks(), best="accuracy")
-    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7)):
-        state = {name: torch.full_like(value, float(step)) for name, value in Net().state_dict().items()}
-        checkpoints.save(step, state, {}, {"accuracy": accuracy})
-    for best, wanted in (("accuracy", 2.0), ("-accuracy", 1.0), ("rms", 3.0)):
-        initial, network = InitialWeights(str(tmp_path), best), Net()
-        initial.find(network)
-        initial.load_into(network)
-        assert all((value == wanted).all() for value in network.state_dict().values())
-
-
-@pytest.mark.long
-def test_a_run_says_by_which_figure_it_is_taken_and_of_an_average_its_weights(tmp_path: Path) -> None:
-    words = [*(word for word in WORDS if "evaluation" not in word), "data.evaluation_size=16", *TRANSFORMER]
-    old = [*words, "seed=1", "loop.steps=4", "loop.eval_every=1", "ema.decay=0.5", "checkpoint.best=-ema_loss"]
-    assert product(Launch(), tmp_path, [*old, "run.dir=old"]) == 0
+def test_of_a_run_the_best_checkpoint_counts_by_its_own_figure_and_of_an_average_its_weights(tmp_path: Path) -> None:
+    words = ["model=mlp", "model.width=16", "model.depth=1", "loop.log_every=null", "loop.global_batch=120"]
+    words += ["loop.eval_every=1", "schedule=constant"]
+    more = ["ema.decay=0.5", "checkpoint.best=-ema_loss", "checkpoint.keep=9", "loop.steps=4", "seed=1"]
+    old = run([*words, *more, "run.dir=old"], place=tmp_path)
     # this run looks for another figure; the old one's counts
-    assert product(Launch(), tmp_path, [*words, "init_from=old", "optimizer.lr=0", "run.dir=new"]) == 0
-    said = (tmp_path / "new/logs/rank-0.log").read_text()
-    figures = lines(tmp_path / "old", "eval")
-    best = min(figures, key=lambda line: line["ema_loss"])
-    assert f"step-{best['step']:08d} (best ema_loss: {best['ema_loss']:.4f}); of the moving average" in said
-    assert lines(tmp_path / "new", "eval")[0]["loss"] == pytest.approx(best["ema_loss"], rel=1e-6)
+    new = run([*words, "loop.steps=1", "init_from=old", *STILL, "run.dir=new"], place=tmp_path)
+    best = min(old.lines("eval"), key=lambda line: line["ema_loss"])
+    said = f"step-{best['step']:08d} (best ema_loss: {best['ema_loss']:.4f}); of the moving average"
+    assert said in log_of(new.folder)
+    assert new.lines("eval")[0]["loss"] == pytest.approx(best["ema_loss"], rel=1e-6)
+    files = (old.folder / "checkpoints" / f"step-{best['step']:08d}").glob("*.safetensors")
+    kept = {name: one for file in files for name, one in load_file(file).items() if name.startswith("ema/")}
+    assert equal({f"ema/{name}": one for name, one in saved(new.folder).items()}, kept)

@@ -1,29 +1,24 @@
-"""Optimizers as runs use them: a fused step does what torch's plain one does, whatever gradients come, and when."""
+"""Optimizers as runs use them: torch's, step by step as a loop by hand has them, and users' own, or refused."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
-from tests.commands import curve, lines
-from tests.inside import product
-from tests.processes import Processes
-from trainer.launch.rendezvous import Launch
-from trainer.learning.freezing import refuse_frozen
-from trainer.learning.optimizer import (
-    fused_argument,
-    init_momentum,
-    parameter_groups,
-    should_spare_vectors,
-    without_compiler,
-)
-from trainer.messages import Refusal
+from tests.options import options
+from tests.ranks import Processes
+from tests.run import Finished, far, quickly, run
+from tests.test_initial_weights import everything, saved
+from trainer import Data, Task
 
 
 class Late(nn.Module):
@@ -52,159 +47,79 @@ class Table(nn.Module):
         return self.head(self.table((x * 4 + 8).long().clamp(0, 19)).flatten(1))
 
 
-BRIEF = ["trust=[tests]", "loop.log_every=1", "loop.global_batch=24", "loop.eval_every=null", "schedule=constant"]
-PLAIN = ["optimizer=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0"]
+class Kinds(nn.Module):
+    """Parameters of every kind: matrices, vectors, a number, what is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head, self.number = nn.LayerNorm(64), nn.Linear(64, 10), nn.Parameter(torch.ones(()))
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.number * self.head(self.norm(self.frozen(x.flatten(1))))
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """A folder with these networks as options of `model`."""
-    for name in ("late", "table"):
-        option = tmp_path / "conf" / "model" / f"{name}.yaml"
-        option.parent.mkdir(parents=True, exist_ok=True)
-        option.write_text(f"_target_: tests.test_optim.{name.title()}\n")
-    return tmp_path
+class Both(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, as people write it."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.muon = torch.optim.Muon([p for p in every if p.ndim == 2], lr=lr)
+        self.adamw = torch.optim.AdamW([p for p in every if p.ndim != 2], lr=lr / 10)
+
+    def step(self, closure: Any = None) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
 
 
-def words(name: str, *others: str) -> list[str]:
-    return ["--config-dir", "conf", *BRIEF, f"run.dir={name}", *others]
+class Own(torch.optim.Optimizer):
+    """SGD with something wrong: its memory is hidden, or no tensor; its rate is its own."""
+
+    def __init__(self, params: Any, lr: float = 0.02, wrong: str = "hidden") -> None:
+        super().__init__(params, {"lr": lr})
+        self.rate, self.wrong, self.memory = lr, wrong, dict[Tensor, Tensor]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                kept = {"list": [p.grad], "dict": {"of": p.grad}, "str": "a word"}
+                if self.wrong in kept:
+                    self.state[p]["last"] = kept[self.wrong]
+                if self.wrong == "hidden":
+                    self.memory[p] = 0.9 * self.memory.get(p, 0.0) + p.grad
+                step = self.memory.get(p, p.grad)
+                p -= (self.rate if self.wrong == "deaf" else group["lr"]) * step
 
 
-def losses(home: Path, name: str, *others: str) -> list[float]:
-    assert product(Launch(), home, words(name, *others)) == 0
-    return curve(home / name)
+class Coupled(torch.optim.Optimizer):
+    """One rate for all, from the norm of all gradients; its group keeps it."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "estimate": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(torch.stack([p.grad.square().sum() for p in every]).sum().sqrt()) if every else 0.0
+        for group in self.param_groups:
+            group["estimate"] = max(group["estimate"], norm)
+        for p in every:
+            p -= self.param_groups[0]["lr"] / (1 + self.param_groups[0]["estimate"]) * p.grad
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(["optimizer=sgd"], marks=pytest.mark.long),
-        pytest.param(["optimizer=sgd", "+optimizer.maximize=true", "optimizer.nesterov=false"], marks=pytest.mark.long),
-        pytest.param(["optimizer=sgd", "+optimizer.dampening=0.5", "optimizer.nesterov=false"], marks=pytest.mark.long),
-        ["optimizer=adamw"],
-        pytest.param(
-            ["optimizer=adam", "optimizer._target_=torch.optim.Adagrad", "~optimizer.betas"], marks=pytest.mark.long
-        ),
-    ],
-    ids=" ".join,
-)
-def test_late_gradients_and_overflows_are_those_of_torchs_plain_step(home: Path, optimizer: list[str]) -> None:
-    # deterministic: torch fills memory that nobody has written with NaN
-    run = [
-        "model=late",
-        "+model.loud=100",
-        "optimizer.lr=1e-5",
-        "precision=fp16",
-        "loop.deterministic=true",
-        *optimizer,
-    ]
-    whole = losses(home, "fused", *run, "loop.steps=24")
-    norms = curve(home / "fused", "grad_norm")
-    assert [isfinite(norm) for norm in (norms[0], norms[1], norms[-1])] == [False, False, True]
-    assert whole == pytest.approx(losses(home, "plain", *run, "loop.steps=24", "optimizer.fused=false"), rel=1e-5)
-    losses(home, "begun", *run, "loop.steps=2")  # nothing but overflows so far, and the late part has not begun
-    assert product(Launch(), home, words("on", *run, "loop.steps=24", "run.resume=begun")) == 0
-    assert [line["loss"] for line in lines(home / "on", "train")] == whole[2:]
+class Rows(torch.optim.SGD):
+    """It would step rows by their norms, of which a shard knows less."""
 
+    whole_matrices = True
 
-def test_dampened_momentum_begins_with_the_first_gradient_as_torchs() -> None:
-    torchs, ours = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    for parameter, begin in ((torchs, lambda _: None), (ours, init_momentum)):
-        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, dampening=0.5)
-        begin(optimizer)
-        for step in range(3):
-            parameter.grad = torch.full((3,), 1.0 + step)
-            optimizer.step()
-    assert torch.equal(ours, torchs)
-
-
-def test_decay_spares_vectors_and_numbers_and_no_sparse_step_is_fused() -> None:
-    network = nn.ModuleDict(
-        {"table": nn.Embedding(3, 2, sparse=True), "norm": nn.LayerNorm(2), "head": nn.Linear(2, 2)}
-    )
-    network.add_module("frozen", nn.Linear(2, 2).requires_grad_(False))
-    network.register_parameter("number", nn.Parameter(torch.zeros(())))
-    names = {parameter: name for name, parameter in network.named_parameters()}
-
-    def grouped(spare_vectors: bool) -> list[Any]:
-        return [(" ".join(names[p] for p in g.pop("params")), g) for g in parameter_groups(network, spare_vectors)]
-
-    sparse = ("table.weight", {"fused": False})
-    vectors = ("number norm.weight norm.bias head.bias", {"weight_decay": 0.0})
-    assert grouped(True) == [("head.weight", {}), sparse, vectors]
-    assert grouped(False) == [("number norm.weight norm.bias head.weight head.bias", {}), sparse]
-    network["head"].weight.requires_grad_(False)
-    assert grouped(True)[0] == ("", {})  # the first has the rate that is logged, whatever learns by it
-    with pytest.raises(Refusal, match="ModuleDict has no trainable parameter"):
-        refuse_frozen(network.requires_grad_(False), [])
-
-
-@pytest.mark.parametrize(
-    ("kind", "amount", "decay", "spared"),
-    [
-        (torch.optim.AdamW, None, "weights", True),  # its default is 0.01
-        (torch.optim.SGD, 0.1, "weights", True),
-        (torch.optim.SGD, 0.1, "all", False),
-        (torch.optim.AdamW, 0.0, "weights", False),  # one group where decay is the same
-        (torch.optim.SGD, None, "weights", False),
-        (torch.optim.Rprop, 0.1, "weights", False),
-    ],
-)
-def test_vectors_are_spared_where_something_decays(kind: Any, amount: float | None, decay: str, spared: bool) -> None:
-    assert should_spare_vectors(kind, amount, decay) is spared
-
-
-def test_a_step_is_fused_where_it_can_be_and_was_not_asked_otherwise() -> None:
-    sgd, adamw, rprop = torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop
-    assert [fused_argument(adamw, wish) for wish in (None, True, False)] == [{"fused": w} for w in (True, True, False)]
-    assert (fused_argument(sgd, None, dampening=0.5), fused_argument(rprop, None)) == ({"fused": False}, {})
-    with pytest.raises(Refusal, match="Rprop has no fused step"):
-        fused_argument(rprop, True)
-
-
-def test_a_run_decays_weights_alone_unless_all_are_named(home: Path) -> None:
-    ends = []
-    for decay in ("weights", "all"):
-        losses(
-            home,
-            decay,
-            "model=late",
-            "optimizer.weight_decay=1",
-            f"optimizer.decay={decay}",
-            "optimizer=sgd",
-            "loop.steps=1",
-        )
-        ends.append(load_file(next(home.glob(f"{decay}/checkpoints/*/*-00001-of-00002.safetensors"))))
-    apart = {name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])}
-    assert apart == {"head.bias"}  # what is late has had no gradient yet
-
-
-def test_a_dampened_step_is_not_fused(home: Path) -> None:
-    with pytest.raises(Refusal, match=r"leave optimizer.fused out"):
-        losses(
-            home, "no", "optimizer=sgd", "optimizer.nesterov=false", "optimizer.fused=true", "+optimizer.dampening=0.5"
-        )
-
-
-def test_sparse_gradients_train_alone_and_under_ddp(home: Path, processes: Processes) -> None:
-    run = ["model=table", *PLAIN, "loop.steps=6", "loop.max_norm=1"]
-    alone = losses(home, "alone", *run)
-    assert processes.run(2, product, home, words("two", *run, "strategy=ddp", "loop.micro_batches=2")) == [0, 0]
-    assert curve(home / "two") == pytest.approx(alone, abs=1e-5)
-    assert alone[-1] < alone[0]
-
-
-@pytest.mark.parametrize(
-    ("others", "said"),
-    [
-        (["optimizer=adamw"], "AdamW says: Adam does not support sparse gradients"),
-        (["optimizer=sgd"], "the embedding table makes sparse gradients, and SGD says"),
-    ],
-)
-def test_an_optimizer_that_takes_no_sparse_gradients_is_refused(home: Path, others: Any, said: str) -> None:
-    with pytest.raises(Refusal, match=said):
-        losses(home, "no", "model=table", *others)
-    assert not (home / "no").exists()
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, lr)
 
 
 class Loose(torch.optim.SGD):
@@ -214,41 +129,231 @@ class Loose(torch.optim.SGD):
         super().__init__(params, lr=lr)
 
 
-@pytest.mark.parametrize("rate", ["fast", "null"])
-def test_a_rate_that_is_no_number_is_refused_whoever_takes_it(home: Path, rate: str) -> None:
-    own = ["optimizer=torch", "optimizer._target_=tests.test_optim.Loose", f"optimizer.lr={rate}", "schedule=plateau"]
-    with pytest.raises(Refusal, match=f"optimizer.lr={rate}: expected a number"):
-        losses(home, "no", "model=late", *own)
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that evaluates a mean of the weights it has had, as the package has it: made for an evaluation."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "training": False, "k": 0})
+
+    def train(self) -> None:
+        self._swap(True, 1 - 0.9)
+
+    def eval(self) -> None:
+        self._swap(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def _swap(self, training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["training"] != training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["training"] = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["training"]:
+                raise Exception("not in train mode")
+            group["k"] += 1
+            for p in (each for each in group["params"] if each.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (1 - 0.9 * (1 - 1 / group["k"])))
+                z.sub_(p.grad, alpha=group["lr"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    [
-        (torch.optim.SGD, {}),
-        (torch.optim.SGD, {"fused": True}),
-        (torch.optim.SGD, {"fused": True, "momentum": 0.9, "nesterov": True}),
-        (torch.optim.Adam, {"fused": True, "amsgrad": True}),
-        (torch.optim.AdamW, {}),
-        (torch.optim.AdamW, {"fused": True, "maximize": True}),
-        (torch.optim.Adagrad, {}),
-    ],
-)
-def test_a_class_without_the_compiler_steps_as_torchs_own_to_the_bit(kind: Any, own: dict[str, Any]) -> None:
-    values, calls = [], []
-    for each in (kind, without_compiler(kind)):
-        parameter, late = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
-        optimizer = each([parameter, late], lr=0.1, weight_decay=0.1, **own)
-        init_momentum(optimizer)  # without it torch's own fused step fails, once `late` has a gradient
-        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-        for step in range(6):
-            optimizer.zero_grad()
-            (parameter**3 + (late**2 if step > 1 else 0)).sum().backward()
-            optimizer.step()
-            if step % 2:
-                optimizer.load_state_dict(optimizer.state_dict())
-        values.append([parameter.tolist(), late.tolist()])
-        assert isinstance(optimizer, kind)
-        assert repr(optimizer).startswith(kind.__name__)
-    assert values[0] == values[1]
-    assert calls == ["pre", "post"] * 12
+SGD = ["optimizer=sgd", "optimizer.nesterov=false", "optimizer.weight_decay=0"]
+MLP = ["model=mlp", "model.width=16", "model.depth=1"]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., Finished]:
+    """Short runs of these networks and optimizers."""
+    own = options(tmp_path, Late, Table, Kinds, Both, Own, Coupled, Rows, Loose, ScheduleFree, One, Entropy)
+    own += ["loop.log_every=1", "loop.global_batch=24", "loop.eval_every=null", "schedule=constant"]
+
+    def train(name: str, *words: str, ranks: int = 1, code: int = 0) -> Finished:
+        how: Any = "here" if ranks == 1 else "group"
+        return run([*own, f"run.dir={name}", *words], ranks, how, place=tmp_path, code=code)
+
+    return train
+
+
+def told(done: Finished, kind: str = "train") -> list[float]:
+    return [line["loss"] for line in done.lines(kind)]
+
+
+ADAGRAD = ["optimizer=adam", "optimizer._target_=torch.optim.Adagrad", "~optimizer.betas"]
+FUSED: list[list[str]] = [
+    ["optimizer=adamw"],
+    ["optimizer=sgd"],
+    [*SGD, "+optimizer.maximize=true"],
+    [*SGD, "+optimizer.dampening=0.5"],
+    ADAGRAD,
+]
+
+
+@pytest.mark.parametrize("optimizer", quickly(FUSED, FUSED[0], FUSED[3]), ids=" ".join)
+def test_late_gradients_and_overflows_are_those_of_torchs_plain_step(train: Any, optimizer: list[str]) -> None:
+    # deterministic: torch fills memory that nobody has written with NaN
+    words = ["model=late", "model.loud=100", "optimizer.lr=1e-5", "precision=fp16", "loop.deterministic=true"]
+    words += [*optimizer, "loop.steps=24"]
+    whole = train("fused", *words)
+    norms = whole.curve("grad_norm")
+    assert [isfinite(norm) for norm in (norms[0], norms[1], norms[-1])] == [False, False, True]
+    assert told(whole) == pytest.approx(told(train("plain", *words, "optimizer.fused=false")), rel=1e-5)
+    train("begun", *words, "loop.steps=2")  # nothing but overflows so far, and the late part has not begun
+    assert told(train("on", *words, "run.resume=begun")) == told(whole)[2:]
+
+
+class One(Data):
+    """The same batch in each step."""
+
+    def train(self) -> Any:
+        x = torch.randn(24, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return TensorDataset(x, x[:, :10].argmax(1))
+
+    def order(self, epoch: int, generator: torch.Generator) -> Tensor:
+        return torch.arange(24)
+
+    def evaluation(self) -> Any:
+        return None
+
+
+class Entropy(Task):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target)
+
+
+DECAY = "optimizer.weight_decay=0.1"
+BY_HAND: list[tuple[list[str], str, dict[str, Any]]] = [
+    ([*SGD[:2], DECAY], "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    ([*SGD[:2], DECAY, "optimizer.decay=all"], "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    ([*SGD, "+optimizer.dampening=0.5"], "SGD", {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0}),
+    (["optimizer=adamw", DECAY], "AdamW", {"weight_decay": 0.1}),
+    (["optimizer=adam", "+optimizer.amsgrad=true", DECAY], "Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ([*ADAGRAD, DECAY], "Adagrad", {"weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.3, 1000.0])
+@pytest.mark.parametrize(("words", "kind", "own"), quickly(BY_HAND, *BY_HAND[1:4]))
+def test_a_run_clips_decays_and_steps_as_a_loop_by_hand(
+    train: Any, words: list[str], kind: str, own: dict[str, Any], max_norm: float | None
+) -> None:
+    """A limit above every norm changes nothing; vectors and numbers do not decay unless all are named."""
+    given = ["model=kinds", "data=one", "task=entropy", "precision=fp64", "loop.steps=4", *words]
+    begun = saved(train("begun", *given, "loop.steps=1", "optimizer.lr=0").folder)
+    done = train("run", *given, "optimizer.lr=0.01", f"loop.max_norm={'null' if max_norm is None else max_norm}")
+    network, (x, y) = Kinds().double(), One().train().tensors
+    network.load_state_dict(begun)
+    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    spared = [p for p in learning if p.dim() < 2 and "optimizer.decay=all" not in words]
+    groups = [{"params": [p for p in learning if not any(p is one for one in spared)]}]
+    groups += [{"params": spared, "weight_decay": 0.0}]  # type: ignore[list-item, dict-item]
+    optimizer = getattr(torch.optim, kind)([group for group in groups if group["params"]], lr=0.01, **own)
+    norms = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        cross_entropy(network(x), y).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(learning, max_norm or math.inf)))
+        optimizer.step()
+    assert min(norms) > 0.3
+    assert done.curve("grad_norm") == pytest.approx(norms, rel=1e-6)
+    torch.testing.assert_close(saved(done.folder), dict(network.state_dict()), rtol=1e-6, atol=1e-9)
+
+
+def test_a_momentum_that_a_checkpoint_does_not_bring_begins(train: Any) -> None:
+    train("run", *MLP, *SGD, "optimizer.momentum=0", "loop.steps=1")
+    done = train("run", *MLP, *SGD, "optimizer.momentum=0.9", "loop.steps=2", "run.accept_changes=true")
+    assert len([name for name in everything(done.folder) if name.endswith("/momentum_buffer")]) == 4
+
+
+def test_sparse_gradients_train_alone_and_under_ddp(processes: Processes, train: Any) -> None:
+    words = ["model=table", *SGD, "loop.steps=6", "loop.max_norm=1"]
+    alone = told(train("alone", *words))
+    assert told(train("two", *words, "strategy=ddp", "loop.micro_batches=2", ranks=2)) == pytest.approx(alone, abs=1e-5)
+    assert alone[-1] < alone[0]
+
+
+# Users' own.
+
+
+def test_muon_and_adamw_in_one_class_train_are_saved_and_scheduled(train: Any) -> None:
+    words = [*MLP, "optimizer=both", "loop.steps=4", "schedule=cosine"]
+    whole = train("whole", *words, "loop.save_every=2")
+    kept = {name.rsplit("/")[-1] for name in everything(whole.folder) if name.startswith("optimizer/")}
+    assert kept == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+    # a run that goes on from the middle is the same one
+    assert told(train("again", *words, "run.resume=whole/checkpoints/step-00000002")) == told(whole)[2:]
+    # and a schedule is heard, also one of torch's
+    assert told(train("other", *words, "schedule=constant"))[1:] != told(whole)[1:]
+    step = ["schedule=torch", "schedule._target_=torch.optim.lr_scheduler.StepLR", "+schedule.step_size=1"]
+    assert told(train("torch", *words, *step))[1:] != told(whole)[1:]
+
+
+def test_an_optimizer_that_couples_parameters_keeps_its_group_and_needs_all_of_them(
+    processes: Processes, train: Any
+) -> None:
+    words = [*MLP, "optimizer=coupled", "loop.steps=4", "precision=fp64"]
+    whole = train("whole", *words, "loop.save_every=2")
+    # its number is in the checkpoint: without it the estimate would begin anew, at a smaller gradient
+    assert told(train("again", *words, "run.resume=whole/checkpoints/step-00000002")) == told(whole)[2:]
+    said = train("other", *words, "strategy=zero1", ranks=2, code=2).out
+    assert "optimizer: Coupled steps a parameter by what it knows of all others" in said
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_where_ranks_hold_shards(processes: Processes, train: Any) -> None:
+    words = [*MLP, "optimizer=rows", "loop.steps=1"]
+    said = train("shards", *words, "strategy=fsdp", ranks=2, code=2).out
+    assert "strategy=fsdp: Rows computes with whole matrices" in said
+    train("whole", *words, "strategy=zero1", ranks=2)
+
+
+def test_a_schedule_free_optimizer_evaluates_and_saves_its_mean(processes: Processes, train: Any) -> None:
+    words = [*MLP, "optimizer=schedulefree", "loop.steps=6", "precision=fp64", "loop.save_every=3", "loop.eval_every=2"]
+    whole = train("whole", *words)
+    # an evaluation, which swaps the weights and back, changes a step's rounding alone
+    for strategy in ("zero1", "fsdp"):
+        divided = train(strategy, *words, f"strategy={strategy}", ranks=2)
+        assert far(told(divided), told(whole)) < 1e-12
+        assert far(told(divided, "eval"), told(whole, "eval")) < 1e-12
+        # from its checkpoint one process goes on
+        again = train(f"from-{strategy}", *words, f"run.resume={strategy}/checkpoints/step-00000003")
+        assert far(told(again), told(whole)[3:]) < 1e-12
+
+
+OWN = ["optimizer=own", *MLP]
+REFUSED: list[tuple[list[str], str]] = [
+    (["model=table"], "AdamW says: Adam does not support sparse gradients"),
+    (["model=table", "optimizer=sgd"], "the embedding table makes sparse gradients, and SGD says"),
+    ([*MLP, *SGD, "optimizer.fused=true", "+optimizer.dampening=0.5"], "leave optimizer.fused out"),
+    ([*MLP, *ADAGRAD[:1], "optimizer._target_=torch.optim.Rprop", "~optimizer.betas", "~optimizer.weight_decay",
+      "optimizer.fused=true"], "Rprop has no fused step"),
+    ([*MLP, "optimizer=loose", "optimizer.lr=fast"], "optimizer.lr=fast: expected a number"),
+    ([*MLP, "optimizer=loose", "optimizer.lr=null", "schedule=plateau"], "optimizer.lr=null: expected a number"),
+    (OWN, "Own remembers something outside of its state, which no checkpoint"),
+    ([*OWN, "optimizer.wrong=deaf"], "by a rate of its own, not by the lr of its param_groups"),
+    *(([*OWN, f"optimizer.wrong={kind}"], f"Own keeps 'last' as {kind}, and a checkpoint holds tensors and")
+      for kind in ("list", "dict", "str")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda one: " ".join(one) if isinstance(one, list) else "")
+def test_an_optimizer_that_cannot_train_or_be_saved_is_refused(
+    train: Any, tmp_path: Path, words: list[str], said: str
+) -> None:
+    assert said in train("no", *words, "loop.steps=1", code=2).out
+    assert not (tmp_path / "no").exists()
+
+
+KNOWN = ["NAdam", "RAdam", "Adamax", "Adadelta", "Adafactor", "ASGD", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("name", quickly(KNOWN, "NAdam", "Adafactor"))
+def test_those_of_torch_train(train: Any, name: str) -> None:
+    words = [
+        *SGD[:1],
+        f"optimizer._target_=torch.optim.{name}",
+        *(f"~optimizer.{key}" for key in ("momentum", "nesterov")),
+    ]
+    train("run", *MLP, *words, "~optimizer.weight_decay", "loop.steps=2")

@@ -1,93 +1,71 @@
+"""Rates: what each schedule makes of a step, and torch's schedulers as a loop by hand has them."""
+
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+from trainer import Refusal
 from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Schedule, Step, TorchSchedule
-from trainer.messages import Refusal
-
-
-def curve(schedule, horizon=100):
-    return [schedule(step, 0, horizon) for step in range(horizon)]
-
 
 ALL = [Constant, Cosine, Linear, Step, WSD]
 
 
+def curve(schedule: Schedule, horizon: int = 100) -> list[float]:
+    return [schedule(step, 0, horizon) for step in range(horizon)]
+
+
 @pytest.mark.parametrize("kind", ALL)
-def test_warmup_rises_evenly_to_the_full_rate(kind):
+def test_a_schedule_warms_up_follows_from_the_step_alone_and_says_whether_the_length_matters(kind: Any) -> None:
     assert curve(kind(warmup=4))[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_without_warmup_the_first_step_has_the_full_rate(kind):
     assert kind()(0, 0, 100) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_a_warmup_longer_than_the_run_only_rises(kind):
+    # a warm-up longer than the run only rises
     rates = curve(kind(warmup=50), horizon=20)
     assert rates == sorted(rates)
     assert rates[-1] == pytest.approx(0.4)
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_it_depends_on_the_step_alone(kind):
     schedule = kind(warmup=3)
-    backwards = [schedule(step, 0, 100) for step in reversed(range(100))]
-    assert backwards[::-1] == curve(kind(warmup=3))
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_needs_horizon_says_whether_another_horizon_is_another_curve(kind):
-    schedule = kind(warmup=5)
+    assert [schedule(step, 0, 100) for step in reversed(range(100))][::-1] == curve(kind(warmup=3))
     short, long = curve(schedule, 50), curve(schedule, 200)
     assert schedule.needs_horizon == (short != long[:50])
+    assert kind(reference_batch=256).scale(1024) == 4.0
+    assert kind().scale(1024) == 1.0
 
 
-def test_cosine_is_half_a_cosine():
+def test_cosine_is_half_a_cosine() -> None:
     rates = curve(Cosine(final=0.1))
     assert rates[50] == pytest.approx(0.55)
     assert rates[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     assert 0.1 < rates[-1] < 0.101
-    assert Cosine(final=0.1)(100, 0, 100) == pytest.approx(0.1)
-    assert Cosine(final=0.1)(150, 0, 100) == pytest.approx(0.1)
+    assert [Cosine(final=0.1)(step, 0, 100) for step in (100, 150)] == pytest.approx([0.1, 0.1])
 
 
-def test_linear_is_straight():
-    rates = curve(Linear(final=0.5, warmup=20))
-    assert rates[60] == pytest.approx(0.75)
+def test_linear_is_straight_and_a_step_falls_at_its_milestones() -> None:
+    assert curve(Linear(final=0.5, warmup=20))[60] == pytest.approx(0.75)
     assert Linear(final=0.5)(100, 0, 100) == pytest.approx(0.5)
     assert Linear(warmup=4, start=0.2)(1, 0, 100) == pytest.approx(0.6)
     assert Linear(final=0.5, warmup=20)(20, 0, 20) == pytest.approx(0.5)
-
-
-def test_step_falls_at_its_milestones():
     schedule = Step(milestones=(10, 20), gamma=0.5)
     assert [schedule(step, 0, 100) for step in (9, 10, 19, 20, 1000)] == [1.0, 0.5, 0.5, 0.25, 0.25]
 
 
-def test_wsd_is_stable_and_then_decays():
+def test_wsd_is_stable_and_then_decays() -> None:
     rates = curve(WSD(decay=0.2, final=0.0))
     assert set(rates[:81]) == {1.0}
     assert rates[90] == pytest.approx(0.5)
     assert WSD(decay=0.2)(100, 0, 100) == pytest.approx(0.0)
     assert [WSD(decay=0.2, final=0.5)(step, 0, 100) for step in (90, 100)] == pytest.approx([0.75, 0.5])
-    assert set(curve(WSD(decay=0.0))) == {1.0}
+    assert set(curve(WSD(decay=0.0))) == set(curve(WSD(decay_steps=0))) == {1.0}
     # in steps: the same, wherever the run ends
     assert curve(WSD(decay_steps=20)) == pytest.approx(rates)
     assert curve(WSD(decay_steps=20), 60)[40:] == curve(WSD(decay_steps=20))[80:]
-    assert set(curve(WSD(decay_steps=0))) == {1.0}
     # only a decay that has begun depends on the length of the run
     assert not WSD(decay_steps=20).differs(81, 10, 100, 200)
     assert WSD(decay_steps=20).differs(82, 10, 100, 200)
     assert not WSD(decay=0.0).differs(100, 10, 100, 200)
-
-
-def test_the_reference_batch_scales_the_rate():
-    assert Cosine(reference_batch=256).scale(1024) == 4.0
-    assert Cosine().scale(1024) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -101,42 +79,37 @@ def test_the_reference_batch_scales_the_rate():
         ({"final": -0.1}, "final is -0.1; it is a part of the full rate, between 0 and 1"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, words):
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(Refusal, match=words):
         WSD(**arguments)
 
 
-def test_a_schedule_of_a_lab_may_call_its_own_fields_as_it_likes():
+def test_a_schedule_of_a_lab_may_call_its_own_fields_as_it_likes() -> None:
     @dataclass
     class Ramp(Schedule):
         start: int = 500  # a step here, and no part of the rate
         final: str = "flat"
 
-        def at(self, step, epoch, done):
+        def at(self, step: int, epoch: int, done: float) -> float:
             return 1.0
 
     assert Ramp()(3, 0, 100) == 1.0
 
 
 EPOCHS, PER_EPOCH, RATE = 8, 4, 0.3
-BORROWED = [
-    ("StepLR", {"step_size": 3, "gamma": 0.5}),
-    ("MultiStepLR", {"milestones": [2, 5], "gamma": 0.5}),
-    ("ConstantLR", {"factor": 0.5, "total_iters": 3}),
-    ("LinearLR", {"total_iters": 5}),
-    ("ExponentialLR", {"gamma": 0.9}),
-    ("PolynomialLR", {"total_iters": 6, "power": 2.0}),
-    ("CosineAnnealingLR", {"T_max": 8, "eta_min": 0.01}),
-    ("CosineAnnealingWarmRestarts", {"T_0": 3, "T_mult": 2, "eta_min": 0.01}),
-    ("OneCycleLR", {"max_lr": 2.0, "total_steps": EPOCHS * PER_EPOCH, "cycle_momentum": False}),
-    ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 5, "cycle_momentum": False}),
-]
+BORROWED: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 3, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [2, 5], "gamma": 0.5},
+    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2, "eta_min": 0.01},
+    "OneCycleLR": {"max_lr": 2.0, "total_steps": EPOCHS * PER_EPOCH, "cycle_momentum": False},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 5, "cycle_momentum": False},
+}
 
 
 @pytest.mark.parametrize("per", ["step", "epoch"])
-@pytest.mark.parametrize(("name", "words"), BORROWED, ids=[name for name, _ in BORROWED])
-def test_a_scheduler_of_torchs_gives_the_rates_of_a_loop_written_by_hand(name, words, per):
-    kind = getattr(torch.optim.lr_scheduler, name)
+@pytest.mark.parametrize("name", BORROWED)
+def test_a_scheduler_of_torchs_gives_the_rates_of_a_loop_written_by_hand(name: str, per: Any) -> None:
+    kind, words = getattr(torch.optim.lr_scheduler, name), BORROWED[name]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=RATE)
     scheduler, rates = kind(optimizer, **words), []
     for _ in range(EPOCHS):
@@ -149,7 +122,7 @@ def test_a_scheduler_of_torchs_gives_the_rates_of_a_loop_written_by_hand(name, w
             scheduler.step()
     moments = [(step, step // PER_EPOCH, EPOCHS * PER_EPOCH) for step in range(EPOCHS * PER_EPOCH)]
 
-    def schedule(**more):
+    def schedule(**more: Any) -> TorchSchedule:
         return TorchSchedule(make=lambda optimizer: kind(optimizer, **words), rate=RATE, per=per, **more)
 
     one, resumed = schedule(), schedule()
