@@ -16,12 +16,13 @@ from trainer.launch.devices import uses_pinned_memory
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.pipeline.fake_forward import count_writes
 
-MIN_BYTES = 2**20  # what is smaller stays: a copy costs some microseconds, whatever its size
 _OVERWRITTEN = "a tensor that a backward needs was changed in place after it was kept (strategy.activation_offload)"
 
 
 class HostCopies:
     """Copies to pinned memory of the host and back, on a stream of their own, beside what the device computes."""
+
+    min_bytes = 2**20  # what is smaller stays: a copy costs some microseconds, whatever its size
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device=device)
@@ -146,7 +147,7 @@ class UnitRun:
         reach = local.storage_offset() + sum(
             (n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True)
         )
-        if reach >= numel or storage.nbytes() < MIN_BYTES or id(storage) in self._weight_storages():
+        if reach >= numel or storage.nbytes() < self._offload.copies.min_bytes or id(storage) in self._weight_storages():
             return KeptTensor(whole)
         key, present = (id(storage), local.dtype), self._offload.present
         kept = present.get(key)
