@@ -1,10 +1,9 @@
-"""float8: what is refused, what is converted, and that a converted network trains. Emulated: no CPU multiplies it."""
+"""float8: what is refused, what is converted, and that a converted network trains: no CPU multiplies it."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,8 @@ import torch
 from torch import nn
 
 from recipes.vision.vit import VisionTransformer
-from tests.ranks import Processes
-from tests.run import SMALL, curve, quickly, run, type_words
-from tests.test_initial_weights import saved
+from tests.run import SMALL, run
 from trainer import Plan, Refusal
-from trainer.parallel import float8_linear
 from trainer.parallel.float8_linear import convert_to_float8, float8_layers, refuse_float8, refuse_no_float8_layers
 
 BLOCKS = Plan(shard=("blocks.*",))
@@ -59,41 +55,6 @@ def test_on_a_cpu_a_run_says_what_works(tmp_path: Path) -> None:
     said = run([*SMALL, "float8=tensorwise"], place=tmp_path, code=2).out
     assert "float8=tensorwise: cpu multiplies no float8" in said
     assert "; float8=false computes in bf16" in said
-
-
-def emulated(launch: Any, place: Path, words: list[str]) -> tuple[int, str]:
-    """A run on a rank, in float8 as torchao emulates it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.strategies.machine.refuse_float8", lambda *_: None)
-        config = float8_linear._config
-        patch.setattr(float8_linear, "_config", lambda recipe: replace(config(recipe), emulate=True))
-        return type_words(launch, place, words, {})
-
-
-SPREAD: list[tuple[int, list[str]]] = [
-    (2, ["strategy=ddp"]),
-    (2, ["strategy=fsdp"]),
-    (2, ["strategy=tp"]),
-    (2, ["strategy=pp", "loop.micro_batches=2"]),
-    (2, ["strategy=zero1", "strategy.activation_checkpointing=units"]),
-]
-
-
-@pytest.mark.parametrize(("ranks", "words"), quickly(SPREAD, SPREAD[1], SPREAD[2]), ids=str)
-@pytest.mark.parametrize("recipe", quickly(["tensorwise", "rowwise"], "tensorwise"))
-def test_a_converted_network_trains_nearly_as_it_is(
-    processes: Processes, tmp_path: Path, ranks: int, words: list[str], recipe: str
-) -> None:
-    pytest.importorskip("torchao", reason="the extra float8")
-    words = ["model=vit_tiny", "model.width=32", "model.depth=2", "model.heads=2", "loop.log_every=1", *words]
-    words += ["precision=bf16", "loop.steps=6", "loop.global_batch=24", "loop.eval_every=null"]
-    plain = run([*words, "run.dir=plain"], ranks, "group", place=tmp_path)
-    answers = processes.run(ranks, emulated, tmp_path, [*words, f"float8={recipe}", "run.dir=float8"])
-    assert [code for code, _ in answers] == [0] * ranks, answers
-    losses, same = plain.curve(), curve(tmp_path / "float8")
-    assert losses != same
-    assert same == pytest.approx(losses, rel=0.05)
-    assert saved(tmp_path / "float8").keys() == saved(plain.folder).keys()
 
 
 def test_weights_and_names_are_those_of_the_network() -> None:

@@ -106,8 +106,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.Transformer(16, 2, 2, 1, 32, batch_first=True),
         ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0"],
     ),
-    "sealed": (lambda: nn.MultiheadAttention(8, 2), []),
-    "one layer": (lambda: nn.Linear(8, 8), []),
     "no parameter": (nn.GELU, []),
     # the largest parts are taken apart until they are small; the position and the crumb stay outside
     "by size": (
@@ -130,7 +128,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ["0", "1"],
     ),
     "used twice": (shared, ["two.1", "three"]),
-    "many": (lambda: Tower(12), ["embed", *(f"blocks.{index}" for index in range(12)), "head"]),
 }
 
 

@@ -344,16 +344,3 @@ def test_an_optimizer_that_cannot_train_or_be_saved_is_refused(
 ) -> None:
     assert said in train("no", *words, "loop.steps=1", code=2).out
     assert not (tmp_path / "no").exists()
-
-
-KNOWN = ["NAdam", "RAdam", "Adamax", "Adadelta", "Adafactor", "ASGD", "RMSprop", "Rprop"]
-
-
-@pytest.mark.parametrize("name", quickly(KNOWN, "NAdam", "Adafactor"))
-def test_those_of_torch_train(train: Any, name: str) -> None:
-    words = [
-        *SGD[:1],
-        f"optimizer._target_=torch.optim.{name}",
-        *(f"~optimizer.{key}" for key in ("momentum", "nesterov")),
-    ]
-    train("run", *MLP, *words, "~optimizer.weight_decay", "loop.steps=2")

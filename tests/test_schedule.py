@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -82,18 +81,6 @@ def test_wsd_is_stable_and_then_decays() -> None:
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(Refusal, match=words):
         WSD(**arguments)
-
-
-def test_a_schedule_of_a_lab_may_call_its_own_fields_as_it_likes() -> None:
-    @dataclass
-    class Ramp(Schedule):
-        start: int = 500  # a step here, and no part of the rate
-        final: str = "flat"
-
-        def at(self, step: int, epoch: int, done: float) -> float:
-            return 1.0
-
-    assert Ramp()(3, 0, 100) == 1.0
 
 
 EPOCHS, PER_EPOCH, RATE = 8, 4, 0.3
