@@ -147,7 +147,11 @@ class UnitRun:
         reach = local.storage_offset() + sum(
             (n - 1) * step for n, step in zip(local.shape, local.stride(), strict=True)
         )
-        if reach >= numel or storage.nbytes() < self._offload.copies.min_bytes or id(storage) in self._weight_storages():
+        if (
+            reach >= numel
+            or storage.nbytes() < self._offload.copies.min_bytes
+            or id(storage) in self._weight_storages()
+        ):
             return KeptTensor(whole)
         key, present = (id(storage), local.dtype), self._offload.present
         kept = present.get(key)
