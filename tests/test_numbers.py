@@ -27,8 +27,9 @@ class Light(Task):
         self.each, self.far = each, far
 
     def loss(self, output: Tensor, target: Tensor) -> Any:
+        SWITCHES.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
         with torch.backends.cudnn.flags(enabled=True):  # fails where the flags contradict each other
-            SWITCHES.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+            pass
         return functional.cross_entropy(output, target) + self.far
 
     def weight(self, target: Tensor) -> Tensor:
