@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
@@ -64,19 +64,24 @@ def refuse_too_many(count: int) -> None:
 
 
 def run_with_restarts(
-    arguments: Sequence[str], count: int, scratch: Path, folder: Path, restarts: int
+    arguments: Sequence[str],
+    count: int,
+    scratch: Path,
+    folder: Path,
+    restarts: int,
+    run: Callable[[Sequence[str], int, Path, int], tuple[int, list[int]]] | None = None,
 ) -> tuple[int, list[int], str]:
     """Run in so many processes, again after a failure, up to `restarts` times without a new checkpoint.
 
     The exit code of the last attempt, the signals that asked it to stop, and its message about what went wrong.
-    scratch: an empty folder; folder: of the run.
+    scratch: an empty folder; folder: of the run. run: what an attempt is, `run_ranks`.
     """
     restarts_left, failures = restarts, list[FailedAttempt]()
     while True:
         # each attempt has a folder of its own: the store of the last one is still full of its keys
         attempt_folder = scratch / f"attempt_{len(failures)}"
         attempt_folder.mkdir()
-        code, signals = run_ranks(arguments, count, attempt_folder, len(failures))
+        code, signals = (run or run_ranks)(arguments, count, attempt_folder, len(failures))
         message = read_failure(attempt_folder)
         if not restarts or code in _FINAL_CODES or signals:
             return code, signals, message
@@ -97,7 +102,13 @@ def run_with_restarts(
         say(f"restart     {where}, {failed}; left without progress: {restarts_left}")
 
 
-def run_ranks(arguments: Sequence[str], count: int, scratch: Path, attempt: int) -> tuple[int, list[int]]:
+def run_ranks(
+    arguments: Sequence[str],
+    count: int,
+    scratch: Path,
+    attempt: int,
+    start: Callable[..., Popen[bytes]] = start_program,
+) -> tuple[int, list[int]]:
     """Start so many ranks and wait for all; the run's exit code, and the signals that asked it to stop.
 
     scratch: an empty folder that other users may not look into; where a rank is refused or fails, it reports that in
@@ -112,7 +123,7 @@ def run_ranks(arguments: Sequence[str], count: int, scratch: Path, attempt: int)
                     # Python would answer a Ctrl-C with a traceback while it starts: a rank hears of it in main()
                     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                     try:
-                        children.append(start_program(arguments, environment, relay.stdout, relay.stderr))
+                        children.append(start(arguments, environment, relay.stdout, relay.stderr))
                     finally:
                         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 # one that came meanwhile did not reach all; there is no run yet

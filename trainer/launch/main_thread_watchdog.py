@@ -89,12 +89,12 @@ class RankProgress:
 class IdleTimer:
     """For how long a rank has got no further, in time in which this process was running."""
 
-    def __init__(self) -> None:
-        self._phases, self._looked_at, self.seconds = -1, monotonic(), 0.0
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._phases, self._clock, self._looked_at, self.seconds = -1, clock, clock(), 0.0
 
     def update(self, phases: int) -> float:
         """The seconds since the number of phases has changed."""
-        now = monotonic()
+        now = self._clock()
         # between two looks of a process that runs lies one interval; more is the sleep of a machine, or of the process
         running, self._looked_at = min(now - self._looked_at, 2 * INTERVAL), now
         self.seconds = self.seconds + running if phases == self._phases else 0.0
@@ -105,8 +105,17 @@ class IdleTimer:
 class Watchdog:
     """Watches the only rank of a run. It reports where that stands and ends nothing: nobody else waits for it."""
 
-    def __init__(self, launch: Launch, folder: Path, stop: StopRequest, progress: Callable[[], RankProgress]) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        folder: Path,
+        stop: StopRequest,
+        progress: Callable[[], RankProgress],
+        interval: float = INTERVAL,
+        stop_timeout: float = STOP_TIMEOUT,
+    ) -> None:
         self._launch, self._folder, self._stop, self._progress = launch, folder, stop, progress
+        self._interval, self._stop_timeout = interval, stop_timeout
 
     def __enter__(self) -> Self:
         self._over, self._main_thread = threading.Event(), threading.get_ident()
@@ -128,7 +137,7 @@ class Watchdog:
     def _watch(self) -> None:
         idle, idle_since_stop, reports = IdleTimer(), IdleTimer(), 0
         stop_reported = False
-        while not self._over.wait(INTERVAL):
+        while not self._over.wait(self._interval):
             progress = self._progress()
             seconds = idle.update(progress.phases)
             reports = reports if seconds else 0
@@ -136,7 +145,7 @@ class Watchdog:
             if seconds > self._report_after(progress, reports) and not is_in_debugger(self._main_thread):
                 reports += 1
                 self._report_idle(progress, seconds)
-            if self._stop.raised and not stop_reported and idle_since_stop.update(progress.phases) > STOP_TIMEOUT:
+            if self._stop.raised and not stop_reported and idle_since_stop.update(progress.phases) > self._stop_timeout:
                 stop_reported = True
                 self._report_ignored_stop()
 

@@ -59,14 +59,16 @@ class StatusWriter:
     reported last, or those it had saved.
     """
 
-    def __init__(self, folder: Path, resume_step: int, world_size: int, strategy: str) -> None:
+    def __init__(
+        self, folder: Path, resume_step: int, world_size: int, strategy: str, interval: float = REPORT_INTERVAL
+    ) -> None:
         before = read_status(folder) or {}
         if not before and (folder / STATUS_FILE).exists():
             log.warning("damaged: %s; starts are counted from 1 again", folder / STATUS_FILE)
         self._path = folder / STATUS_FILE
         # a checkpoint may be newer than the last report, which comes once a second at most: its steps were done, too
         self._executed = before.get("executed", 0) + max(0, resume_step - before.get("step", resume_step))
-        self._reported = -math.inf  # when, by the clock
+        self._reported, self._interval = -math.inf, interval  # when, by the clock
         self._facts = {
             "resume_step": resume_step,
             "world_size": world_size,
@@ -79,7 +81,7 @@ class StatusWriter:
 
     def write(self, state: str, step: int, reason: str | None) -> None:
         """Replace status.json; while the run goes on, once a second. The end must survive a power cut."""
-        if state == "running" and time.monotonic() < self._reported + REPORT_INTERVAL:
+        if state == "running" and time.monotonic() < self._reported + self._interval:
             return
         self._reported = time.monotonic()
         executed, useful = self._executed + step - self._facts["resume_step"], step - self._facts["first_step"]

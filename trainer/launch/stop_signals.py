@@ -149,7 +149,9 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def stopped_elsewhere_only(launch: Launch, request: StopRequest, share: Callable[[Any], list[Any]]) -> bool:
+def stopped_elsewhere_only(
+    launch: Launch, request: StopRequest, share: Callable[[Any], list[Any]], spread: float = _REQUEST_SPREAD
+) -> bool:
     """Collective: has another machine been asked to stop, and this one not? Then the run is to go on without it.
 
     Each machine has a torchrun of its own. One that ends (a spot machine that is taken back, a killed torchrun) takes
@@ -159,7 +161,7 @@ def stopped_elsewhere_only(launch: Launch, request: StopRequest, share: Callable
     """
     if not launch.restarted_by_launcher or launch.local_world_size == launch.world_size:
         return False
-    poll(lambda: request.raised or None, _REQUEST_SPREAD)
+    poll(lambda: request.raised or None, spread)
     machine = launch.rank - launch.local_rank  # torchrun counts one machine through before the next
     # all ranks; each hears every rank's machine, and what that rank was asked
     asked = {other for other, reason in share([machine, request.reason]) if reason}

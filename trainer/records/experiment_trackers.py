@@ -35,8 +35,8 @@ _MAX_LETTERS = 150  # letters of an error: some packages put a whole conversatio
 class ServiceSink(Sink):
     """Calls to a service, one after the other in a thread of their own; of those that fail the first is told."""
 
-    def __init__(self, name: str) -> None:
-        self._name, self._told = name, False
+    def __init__(self, name: str, patience: float = _PATIENCE) -> None:
+        self._name, self._told, self._patience = name, False, patience
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -69,9 +69,9 @@ class ServiceSink(Sink):
         if self._thread is None:
             return
         self._calls.put(None)
-        self._thread.join(_PATIENCE)
+        self._thread.join(self._patience)
         if self._thread.is_alive():
-            self.warn(f"no answer for {_PATIENCE:g} s; all metrics are in metrics.jsonl")
+            self.warn(f"no answer for {self._patience:g} s; all metrics are in metrics.jsonl")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

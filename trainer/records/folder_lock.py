@@ -18,15 +18,15 @@ _held: set[int] = set()  # descriptors with a lock
 log = logging.getLogger(__name__)
 
 
-def lock_folder(folder: Path) -> int:
+def lock_folder(folder: Path, patience: float = WAIT_SECONDS, lease: float = LEASE_SECONDS) -> int:
     """Make a folder and take it for this process; what it returns goes to `unlock_folder`. Refusal names who has it."""
     descriptor = _open_lock_file(folder)
-    _wait_for_lock(descriptor, folder)
+    _wait_for_lock(descriptor, folder, patience, lease)
     # whoever had it may have moved it aside, or removed it, and the lock that was waited for with it
     while not _is_current(descriptor, folder):
         unlock_folder(descriptor)
         descriptor = _open_lock_file(folder)
-        _wait_for_lock(descriptor, folder)
+        _wait_for_lock(descriptor, folder, patience, lease)
     # only now, when it is ours: until then the file says who else has it
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
@@ -52,7 +52,7 @@ def _is_current(descriptor: int, folder: Path) -> bool:
         return False
 
 
-def _wait_for_lock(descriptor: int, folder: Path) -> None:
+def _wait_for_lock(descriptor: int, folder: Path, patience: float, lease: float) -> None:
     """Wait until the folder is free: a little, or as long as a dead machine's lock lasts. Refusal then."""
     start, warned = time.monotonic(), False
     # asked again and again, as flock itself knows no time after which it gives up
@@ -60,14 +60,12 @@ def _wait_for_lock(descriptor: int, folder: Path) -> None:
         holder = lock_holder(folder)
         # on this machine a dead process's lock is gone; a file server cannot know yet that another machine is dead
         on_other_machine = holder.startswith("host ") and not holder.startswith(f"host {socket.gethostname()},")
-        if time.monotonic() - start > (LEASE_SECONDS if on_other_machine else WAIT_SECONDS):
+        if time.monotonic() - start > (lease if on_other_machine else patience):
             unlock_folder(descriptor)
             raise Refusal(f"{folder} is in use by another run ({holder}); stop that one or give another run.name")
         if on_other_machine and not warned:
             why = "because the lock of a machine that died lasts so long"
-            log.warning(
-                "%s is in use on another machine (%s); waiting up to %g s, %s", folder, holder, LEASE_SECONDS, why
-            )
+            log.warning("%s is in use on another machine (%s); waiting up to %g s, %s", folder, holder, lease, why)
             warned = True
         time.sleep(0.05)
 

@@ -123,7 +123,7 @@ class RunFolder:
         verdict = broadcast_from_main(launch, "folder", decide_and_describe)
         # all look for its lock there: machines that share no folder would notice at the first checkpoint
         run_on_all_ranks(
-            launch, "folder-seen", lambda: _wait_until_visible(resolve_links(verdict["path"]), verdict["holder"])
+            launch, "folder-seen", lambda: wait_until_visible(resolve_links(verdict["path"]), verdict["holder"])
         )
         return opened[0] if opened else cls(Path(verdict["path"]))
 
@@ -299,9 +299,9 @@ def _open_locked(path: Path, take: Callable[[Path], int]) -> RunFolder:
     return RunFolder(named, held, made)
 
 
-def _wait_until_visible(path: Path, wanted: str) -> None:
+def wait_until_visible(path: Path, wanted: str, patience: float = _VISIBLE_AFTER) -> None:
     """Refuse a folder that is another one here than on the main rank's machine: the first checkpoint would fail."""
-    until = time.monotonic() + _VISIBLE_AFTER
+    until = time.monotonic() + patience
     while lock_holder(path) != wanted:
         if time.monotonic() > until:
             raise Refusal(

@@ -38,6 +38,7 @@ from trainer.records.checkpoint.writer import (
     checkpoint_path,
     write_checkpoint,
 )
+from trainer.records.disk import Disk
 from trainer.records.metrics_reader import metric_rank
 
 log = logging.getLogger(__name__)
@@ -64,13 +65,14 @@ class CheckpointManager:
         max_failures: int = 0,
         saver: SyncSaver | None = None,
         mirror: NoMirror | None = None,
+        disk: Disk | None = None,
     ):
         self.required_state = required_state  # what the state of one that is gone on from must say
         self._max_failures = max_failures  # failed saves in a row that a run goes on after
         self._failures: list[str] = []  # of the last saves, since one succeeded
         self.folder, self.ranks, self.keep, self.best = folder, ranks, keep, best
         self._saver, self._planner = saver or SyncSaver(ranks), SavePlanner(ranks)
-        self._mirror = mirror or NoMirror()
+        self._mirror, self._disk = mirror or NoMirror(), disk or Disk()
         self.facts = {"world_size": ranks.size, **(facts or {})}  # of every manifest: strategy, …
         self._base: BaseWeights | None = None  # where frozen tensors lie that checkpoints leave out; the main rank's
         self._base_bits: dict[str, int] | None = None  # fingerprints of this rank's; None: checkpoints hold all
@@ -141,7 +143,7 @@ class CheckpointManager:
 
     def _write(self, contents: CheckpointContents) -> None:
         """Collective over the saver's ranks, perhaps in a thread of its own: write it; then the surplus goes."""
-        write_checkpoint(self.folder, self._saver.ranks, contents, self.facts)
+        write_checkpoint(self.folder, self._saver.ranks, contents, self.facts, self._disk)
         if self.ranks.is_main:
             new_path = checkpoint_path(self.folder, contents.step)
             self._rejected.discard(new_path)

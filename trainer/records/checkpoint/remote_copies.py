@@ -29,6 +29,7 @@ from trainer.records.checkpoint.manifest import (
     read_manifest,
 )
 from trainer.records.checkpoint.store import DRAFT, list_complete, move_into_place
+from trainer.records.disk import Disk
 
 KEY = "checkpoint.mirror"
 _NAME = re.compile(r"step-\d+")
@@ -129,7 +130,7 @@ class RemoteCopies(NoCopies):
             copied = read_manifest(draft)
             check_sizes(copied)
             check_hashes(copied, copied.files)
-            move_into_place(draft, folder / manifest.path.name)
+            move_into_place(draft, folder / manifest.path.name, Disk())
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.safe_files import fsync_path
 from trainer.messages import FatalRunError, escape_line
 from trainer.parallel.ranks import Ranks, all_or_none
 from trainer.records.checkpoint.base_weights import base_of
@@ -31,6 +30,7 @@ from trainer.records.checkpoint.manifest import (
     read_manifest,
     read_state,
 )
+from trainer.records.disk import Disk
 from trainer.records.metrics_reader import metric_rank, metric_score
 
 
@@ -174,14 +174,14 @@ def select_best(checkpoints: list[Manifest], best: str) -> Manifest | None:
     return max(measured, key=lambda checkpoint: (metric_rank(checkpoint.metrics, best), checkpoint.step), default=None)
 
 
-def move_into_place(draft: Path, target: Path) -> None:
+def move_into_place(draft: Path, target: Path, disk: Disk) -> None:
     """Give a finished draft its name; what stood there goes."""
     replaced = target.with_name(f"{REPLACED}{target.name}.{secrets.token_hex(4)}")
     # the old one moves aside and is removed last: no moment has neither, and `clean_leftovers` knows it by its name
     if os.path.lexists(target):
-        os.rename(target, replaced)
-    os.rename(draft, target)
-    fsync_path(target.parent)
+        disk.rename(target, replaced)
+    disk.rename(draft, target)
+    disk.sync(target.parent)
     if os.path.lexists(replaced):
         remove_checkpoint(replaced)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Size, Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,11 +38,12 @@ from trainer.records.checkpoint.manifest import (
     TensorShard,
 )
 from trainer.records.checkpoint.save_plan import SavePlan
+from trainer.records.disk import Disk
 
 SHARDING_KEY = "DCP_SHARDING_INFO"  # under which torch looks in a header for where its shards begin
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], plan: SavePlan, rank: int) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], plan: SavePlan, rank: int, disk: Disk) -> None:
     """Write a rank's share of the tensors into a folder: the network, and all else, in a file of its own each.
 
     So any program that reads safetensors can load the network.
@@ -58,14 +58,16 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], plan: SavePlan, r
             shards = {name: {"saved_offsets": plan.offsets[name]} for name in names}
             metadata = {SHARDING_KEY: json.dumps(shards), "DCP_VERSION": "1.0", "format": "pt"}
             # not torch's writer: it puts the file together in memory first, and for as long no other thread can work
-            write_safetensors(path, {name: tensors[name] for name in names}, metadata)
+            write_safetensors(path, {name: tensors[name] for name in names}, metadata, disk)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None, disk: Disk | None = None
+) -> None:
     """Write one file from the tensors' own memory; `metadata`: texts for its header."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(_contiguous(tensors), path, metadata)
+    (disk or Disk()).write_tensors(path, _contiguous(tensors), metadata)
     path.chmod(mode)  # safetensors 0.8 puts a file in its place that nobody else can read
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer.launch.devices import available_host_memory, uses_pinned_memory
-from trainer.launch.safe_files import fsync_path, make_folder
+from trainer.launch.safe_files import make_folder
 from trainer.launch.typed_values import refuse_unreadable
 from trainer.parallel.device_mesh import to_local
 from trainer.parallel.ranks import Ranks, all_or_none, gather_exceptions
@@ -38,6 +38,7 @@ from trainer.records.checkpoint.manifest import (
 )
 from trainer.records.checkpoint.save_plan import FailedSave, SavePlan
 from trainer.records.checkpoint.store import DRAFT, move_into_place
+from trainer.records.disk import Disk
 
 
 class NonFiniteState(Exception):
@@ -60,7 +61,9 @@ class CheckpointContents:
     finite: Collection[str]  # the names of tensors that must be finite
 
 
-def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, facts: Mapping[str, Any]) -> None:
+def write_checkpoint(
+    folder: Path, ranks: Ranks, contents: CheckpointContents, facts: Mapping[str, Any], disk: Disk
+) -> None:
     """Collective: write a checkpoint; it has its name once it is whole.
 
     FailedSave on all ranks or none; NonFiniteState on all, before a byte is written, where numbers are not finite.
@@ -72,14 +75,14 @@ def write_checkpoint(folder: Path, ranks: Ranks, contents: CheckpointContents, f
     try:
         # ranks wait for each other after each phase: one that fails stops all before the next
         _refuse_nonfinite(ranks, contents)
-        all_or_none(ranks, partial(_make_draft, ranks, draft, needed), FailedSave)
-        all_or_none(ranks, partial(_write_files, ranks, draft, contents), FailedSave)
+        all_or_none(ranks, partial(_make_draft, ranks, draft, needed, disk), FailedSave)
+        all_or_none(ranks, partial(_write_files, ranks, draft, contents, disk), FailedSave)
         # the manifest last, then the name: who sees the name sees a checkpoint that is whole and on the disk
-        files = _hash_files(ranks, draft)
+        files = _hash_files(ranks, draft, disk)
         manifest = Manifest(checkpoint_path(folder, step), step, dict(facts), contents.metrics, files)
-        all_or_none(ranks, partial(_commit, ranks, draft, manifest), FailedSave)
+        all_or_none(ranks, partial(_commit, ranks, draft, manifest, disk), FailedSave)
     except FailedSave as error:
-        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        free = disk.free(folder) if folder.is_dir() else 0
         raise FailedSave(
             f"the checkpoint of step {step} could not be written to {folder}: {error}. It needs about "
             f"{needed:,} bytes, {free:,} are free there; the older checkpoints are intact"
@@ -104,29 +107,29 @@ def _refuse_nonfinite(ranks: Ranks, contents: CheckpointContents) -> None:
         raise NonFiniteState(contents.step, names_by_rank)
 
 
-def _make_draft(ranks: Ranks, draft: Path, needed: int) -> None:
+def _make_draft(ranks: Ranks, draft: Path, needed: int, disk: Disk) -> None:
     """Main rank: an empty draft, where there is space for what is coming."""
     if ranks.is_main:
         make_folder(draft.parent)
         # before a byte is written: filling the disk up would hurt others, too
-        if shutil.disk_usage(draft.parent).free < needed:
+        if disk.free(draft.parent) < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         draft.mkdir()
 
 
-def _write_files(ranks: Ranks, draft: Path, contents: CheckpointContents) -> None:
+def _write_files(ranks: Ranks, draft: Path, contents: CheckpointContents, disk: Disk) -> None:
     """This rank's tensors, and on the main rank what JSON takes."""
     # here: what this imports takes longer than first steps
     from trainer.records.checkpoint.tensor_files import write_tensors
 
     if contents.tensors:
-        write_tensors(draft, contents.tensors, contents.plan, ranks.rank)
+        write_tensors(draft, contents.tensors, contents.plan, ranks.rank, disk)
     if ranks.is_main:
         refuse_unreadable(state := encode_json(contents.state), STATE_FILE)
-        (draft / STATE_FILE).write_bytes(state)
+        disk.write(draft / STATE_FILE, state)
 
 
-def _hash_files(ranks: Ranks, draft: Path) -> dict[str, dict[str, Any]]:
+def _hash_files(ranks: Ranks, draft: Path, disk: Disk) -> dict[str, dict[str, Any]]:
     """Collective: what really lies there, brought to the disk and hashed; shared out, for reading it takes time.
 
     The main rank, which writes the manifest, gets it.
@@ -135,24 +138,24 @@ def _hash_files(ranks: Ranks, draft: Path) -> dict[str, dict[str, Any]]:
     listed = all_or_none(ranks, lambda: sorted(os.listdir(draft)) if ranks.is_main else [], FailedSave)
     names = ranks.broadcast_value(listed)  # all ranks
     mine = names[ranks.rank :: ranks.size]
-    hashed = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name) for name in mine}, FailedSave)
+    hashed = all_or_none(ranks, lambda: {name: _sync_and_hash(draft / name, disk) for name in mine}, FailedSave)
     by_rank = ranks.gather_values(hashed)  # all ranks; sizes and hashes to the main one
     return {name: entry for entries in by_rank for name, entry in entries.items()}
 
 
-def _sync_and_hash(path: Path) -> dict[str, Any]:
+def _sync_and_hash(path: Path, disk: Disk) -> dict[str, Any]:
     """What is to be known of a file, once it is on the disk."""
-    fsync_path(path)
+    disk.sync(path)
     return {"size": path.stat().st_size, "sha256": file_sha256(path)}
 
 
-def _commit(ranks: Ranks, draft: Path, manifest: Manifest) -> None:
+def _commit(ranks: Ranks, draft: Path, manifest: Manifest, disk: Disk) -> None:
     """Main rank: manifest, then the name, each on the disk before the next."""
     if ranks.is_main:
-        (draft / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
-        fsync_path(draft / MANIFEST_FILE)
-        fsync_path(draft)
-        move_into_place(draft, manifest.path)
+        disk.write(draft / MANIFEST_FILE, encode_manifest(manifest))
+        disk.sync(draft / MANIFEST_FILE)
+        disk.sync(draft)
+        move_into_place(draft, manifest.path, disk)
 
 
 _MAX_SHARE = 0.5  # of the memory that a host has to spare: neighbouring ranks need some, and so does what is to come
