@@ -1,0 +1,59 @@
+"""status.json says where a run is and how it ended; goodput counts what was done again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.run import status
+from trainer.launch.run_status import StatusWriter, mark_failed, read_status
+
+
+def begun(folder: Path, resume_step: int = 0) -> StatusWriter:
+    """An attempt that reports each time it is told something."""
+    attempt = StatusWriter(folder, resume_step, 2, "ddp", interval=0.0)
+    attempt.write("running", resume_step, None)
+    return attempt
+
+
+def test_attempts_are_counted_and_the_steps_of_all_of_them(tmp_path: Path) -> None:
+    begun(tmp_path).write("running", 40, None)
+    wanted: dict[str, Any] = {"attempt": 1, "step": 40, "state": "running", "reason": None, "root_rank": None}
+    wanted |= {"resume_step": 0, "world_size": 2, "strategy": "ddp", "goodput": 1.0}
+    assert status(tmp_path).items() >= wanted.items()
+    # killed after step 40, its last checkpoint is that of step 30
+    begun(tmp_path, 30).write("preempted", 60, "SIGTERM")
+    said = status(tmp_path)
+    assert (said["attempt"], said["resume_step"], said["goodput"]) == (2, 30, round(60 / 70, 4))
+    begun(tmp_path, 60).write("completed", 100, None)  # a stop that was asked for costs nothing
+    said = status(tmp_path)
+    assert (said["attempt"], said["goodput"], said["reason"]) == (3, round(100 / 110, 4), None)
+
+
+def test_steps_that_a_killed_attempt_had_saved_count_though_it_had_not_reported_them(tmp_path: Path) -> None:
+    begun(tmp_path).write("running", 7, None)  # killed after step 14, with a checkpoint of step 10
+    begun(tmp_path, 10).write("completed", 20, None)
+    assert (status(tmp_path)["executed"], status(tmp_path)["goodput"]) == (20, 1.0)
+
+
+def test_a_run_that_began_from_another_ones_checkpoint_counts_its_own_steps(tmp_path: Path) -> None:
+    begun(tmp_path, 500).write("running", 510, None)
+    assert status(tmp_path)["goodput"] == 1.0
+    begun(tmp_path, 500).write("completed", 520, None)
+    assert status(tmp_path)["goodput"] == round(20 / 30, 4)
+
+
+def test_a_running_attempt_is_not_reported_at_each_step_and_any_rank_may_say_that_it_failed(tmp_path: Path) -> None:
+    attempt = StatusWriter(tmp_path, 0, 2, "ddp")
+    for step in range(3):
+        attempt.write("running", step, None)
+    assert status(tmp_path)["step"] == 0
+    attempt.write("preempted", 2, "SIGTERM")
+    assert status(tmp_path)["step"] == 2
+    mark_failed(tmp_path, "ValueError: no", 1)
+    said = status(tmp_path)
+    assert (said["state"], said["reason"], said["root_rank"], said["step"]) == ("failed", "ValueError: no", 1, 2)
+    (tmp_path / "other").mkdir()
+    mark_failed(tmp_path / "other", "before anything was written", 0)
+    said = read_status(tmp_path / "other") or {}
+    assert (said["state"], said["step"], said["attempt"]) == ("failed", 0, 1)
