@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tests.warm import ROOT
+from tests.run import ROOT
 
 T = TypeVar("T")
 PATIENCE = 240.0  # seconds for anything; nearly all takes less than 20

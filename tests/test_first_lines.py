@@ -12,9 +12,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from tests.inside import product
+from tests.run import run
 from trainer import Data, Task, gather
-from trainer.launch.rendezvous import Launch
 
 OWN = numpy.random.default_rng(0)  # nobody seeds it
 PADDING, MEAN, RANDOM = "collate pads samples", "Task.loss is no mean", "an item is another one"
@@ -119,6 +118,5 @@ def test_what_divides_a_curve_is_said_and_nothing_else(tmp_path: Path, words: li
     lab = ["--config-dir", "conf", "trust=[tests]", "data=lab", "model=lab", "task=lab", "run.dir=run"]
     brief = ["loop.steps=2", "loop.global_batch=16", "loop.micro_batches=2", "loader.workers=0", "schedule=constant"]
     words = [*lab, *(word for word in brief if word.partition("=")[0] not in "".join(words)), *words]
-    assert product(Launch(), tmp_path, words) == 0
-    screen = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    screen = (run(words, place=tmp_path).folder / "logs" / "rank-0.log").read_text()
     assert [note for note in (PADDING, MEAN, RANDOM) if note in screen] == said

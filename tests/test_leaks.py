@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from scripts.faults import shm
-from tests.commands import SMALL, finish, single, status
+from tests.run import SMALL, run, status
 
 LAB = """
 import json, os, threading
@@ -64,7 +64,6 @@ STEPS = 10_000
 FILLED = 4_000
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_ten_thousand_steps_leave_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "lab.py").write_text(LAB)
@@ -72,10 +71,10 @@ def test_ten_thousand_steps_leave_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "conf" / "data" / "counted.yaml").write_text(YAML)
     before = shm.names()
     words = ["--config-dir", "conf", "data=counted", "task._target_=lab.Watched", "trust=[lab]", *SMALL]
-    words += ["processes=2", "device=cpu", "loop.global_batch=8", f"loop.steps={STEPS}", "loop.eval_every=1000"]
+    words += ["device=cpu", "loop.global_batch=8", f"loop.steps={STEPS}", "loop.eval_every=1000"]
     # every file that a run has: lines, TensorBoard's points, checkpoints
     words += ["loop.log_every=10", "loop.save_every=200", "loader.workers=2", "log=[tensorboard]", "run.dir=run"]
-    finish(single(*words), tmp_path)
+    run(words, 2, "process", place=tmp_path)
     assert status(tmp_path / "run")["step"] == STEPS
     for rank in range(2):
         held = [json.loads(line) for line in (tmp_path / f"held-{rank}").read_text().splitlines()]

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.commands import PATIENCE, Command, curve, far, finish, lines, single, status
+from tests.run import PATIENCE, Command, curve, far, lines, run, start, status
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.service, pytest.mark.long]
 
 INTERFACE = "trainer0"  # at both ends of the cable, as machines of one kind have it
 STEPS = 1000
@@ -101,14 +101,14 @@ def on(hosts: Hosts, place: Path) -> Iterator[Callable[..., Command]]:
     """Starts torchrun on one of the machines; in the end nothing is left of any."""
     started: list[Command] = []
 
-    def start(number: int, flags: list[str], *words: str, environment: dict[str, str] | None = None) -> Command:
+    def begin(number: int, flags: list[str], *words: str, environment: dict[str, str] | None = None) -> Command:
         host = hosts[number]
         launcher = [*host.prefix, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *flags]
         own = [*WORDS, "strategy=ddp", f"distributed.interface={host.interface}", f"run.dir={place / 'run'}", *words]
         started.append(Command([*launcher, "-m", "trainer", *own], place, environment))
         return started[-1]
 
-    yield start
+    yield begin
     for command in started:
         command.kill()
 
@@ -135,7 +135,7 @@ def free_port() -> int:
 def done(*commands: Command) -> None:
     for command in commands:
         ended = command.end()
-        assert (ended.code, ended.left) == (0, []), ended.screen[-6000:]
+        assert (ended.code, ended.left) == (0, []), ended.out[-6000:]
 
 
 def wait_for(folder: Path, command: Command, **wanted: object) -> dict[str, Any]:
@@ -150,19 +150,9 @@ def wait_for(folder: Path, command: Command, **wanted: object) -> dict[str, Any]
     return said
 
 
-def test_the_machines_are_two_networks(hosts):
-    if hosts.missing:
-        pytest.skip(f"no network namespaces, so the tests below run on one network: {hosts.missing}")
-    for host in hosts:
-        seen = "import socket; print(*sorted(name for _, name in socket.if_nameindex()))"
-        shown = subprocess.run([*host.prefix, sys.executable, "-c", seen], capture_output=True, text=True, check=True)
-        assert shown.stdout.split() == ["lo", INTERFACE]
-
-
-@pytest.mark.long
 def test_machines_that_come_and_go_and_one_alone_give_one_curve(hosts, place, on):
     folder, port = place / "run", free_port()
-    reference = Command(single(*WORDS, "strategy=single", f"loop.steps={STEPS}", "run.dir=alone"), place)
+    reference = start([*WORDS, "strategy=single", f"loop.steps={STEPS}", "run.dir=alone"], place=place)
 
     # two machines that find each other
     done(*[on(number, c10d(hosts, number, "2", port), "loop.steps=8") for number in range(2)])
@@ -172,7 +162,7 @@ def test_machines_that_come_and_go_and_one_alone_give_one_curve(hosts, place, on
 
     # one process on one machine takes it up; two machines that are told who they are, too
     shutil.copytree(folder, place / "copy")
-    finish(single(*WORDS, "strategy=single", "loop.steps=16", "run.dir=copy"), place)
+    run([*WORDS, "strategy=single", "loop.steps=16", "run.dir=copy"], how="process", place=place)
     done(*[on(number, static(hosts, number, port + 1), "loop.steps=16") for number in range(2)])
     assert (status(place / "copy")["resume_step"], status(folder)["resume_step"]) == (8, 8)
 
@@ -181,13 +171,13 @@ def test_machines_that_come_and_go_and_one_alone_give_one_curve(hosts, place, on
     conf = ",last_call_timeout=1,keep_alive_interval=1"
     (place / "slow").touch()
 
-    def start(number: int) -> Command:
+    def join(number: int) -> Command:
         flags = [*c10d(hosts, number, "1:2", port, conf), "--max-restarts=3"]
         return on(number, flags, f"loop.steps={STEPS}", environment=elastic)
 
-    first = start(0)
+    first = join(0)
     wait_for(folder, first, world_size=1, state="running", resume_step=16)
-    second = start(1)
+    second = join(1)
     grown = wait_for(folder, first, world_size=2, state="running")
     os.kill(second.pid, signal.SIGKILL)
     shrunk = wait_for(folder, first, world_size=1, state="running", attempt=grown["attempt"] + 1)
@@ -205,7 +195,6 @@ def test_machines_that_come_and_go_and_one_alone_give_one_curve(hosts, place, on
     assert len(lines(folder, "train")) == STEPS
 
 
-@pytest.mark.long
 def test_the_doctor_names_a_link_of_limited_rate(hosts, place, on):
     """Two machines whose cable passes 100 Mbit/s, though its ends say 10 Gbit/s."""
     if hosts.missing or shutil.which("tc") is None:

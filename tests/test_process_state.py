@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 import trainer
-from tests.commands import SMALL, status
+from tests.run import SMALL, status
 
 WORDS = (*SMALL, "device=cpu", "log=[]", "loop.steps=4", "loop.global_batch=120", "loop.eval_every=2")
 CHANGING = ("loop.deterministic=true", "strategy=ddp", "distributed.interface=lo", "profile=[2,3]")
@@ -57,35 +57,16 @@ class Waiting(Classification):
 def state() -> dict[str, Any]:
     """What belongs to the whole process, as far as one can ask for it."""
     backends, root = cast(Any, torch.backends), logging.getLogger()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            tf32: Any = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
-        except RuntimeError as error:  # torch finds its old names and its new ones at odds
-            tf32 = (str(error),)
-    places = backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn
-    umask = os.umask(0)
-    os.umask(umask)
-    pipe = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(pipe)
+    places = backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn
+    os.umask(umask := os.umask(0))
+    signal.set_wakeup_fd(pipe := signal.set_wakeup_fd(-1))
     return {
-        "random": random.getstate(),
-        "numpy": [np.array(each).tolist() for each in np.random.get_state()],
-        "torch": (torch.get_rng_state().tolist(), torch.initial_seed()),
-        "tf32": (*tf32, *(place.fp32_precision for place in (*places, backends.mkldnn, backends.mkldnn.matmul))),
-        "deterministic": (
-            torch.get_deterministic_debug_mode(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
+        "random": (random.getstate(), [np.array(each).tolist() for each in np.random.get_state()]),
+        "torch": (torch.get_rng_state().tolist(), torch.initial_seed(), torch.get_num_threads()),
+        "precision": [place.fp32_precision for place in places],
+        "deterministic": (torch.get_deterministic_debug_mode(), torch.is_deterministic_algorithms_warn_only_enabled()),
         "cudnn": (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
-        "attention": (
-            backends.cuda.flash_sdp_enabled(),
-            backends.cuda.math_sdp_enabled(),
-            backends.cuda.mem_efficient_sdp_enabled(),
-        ),
         "dtype": (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()),
-        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
         "group": distributed.is_initialized(),
         "logging": (root.handlers[:], root.level, logging.root.manager.disable, logging.raiseExceptions),
         "warnings": (warnings.showwarning, warnings.formatwarning, warnings.filters[:]),
@@ -158,7 +139,6 @@ def test_a_run_leaves_the_process_as_it_was(furnished: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_so_does_one_in_several_processes(furnished: Path) -> None:
     trainer.run([*WORDS, "loop.steps=1", "run.name=first"])
     before = state()

@@ -164,8 +164,10 @@ def folder(given: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(given, tmp_path / "run"))
 
 
-LEARNING = ("seed=1", "optimizer.lr=0.5", "schedule.warmup=5", "loop.global_batch=60")
-LEARNING = (*LEARNING, "loop.max_norm=0.1", "loop.dropout=native", "precision=bf16", "task.label_smoothing=0.1")
+LEARNING = (
+    *("seed=1", "optimizer.lr=0.5", "schedule.warmup=5", "loop.global_batch=60"),
+    *("loop.max_norm=0.1", "loop.dropout=native", "precision=bf16", "task.label_smoothing=0.1"),
+)
 
 
 def test_what_changes_the_learning_is_refused_with_the_way_out_and_the_rest_is_free(given: Path) -> None:
@@ -193,8 +195,8 @@ def test_what_resume_may_name(given: Path, tmp_path: Path) -> None:
         refused = run([*new, f"run.resume={name}", "run.dir=mine"], place=tmp_path, code=2)
         assert re.search(said, refused.out), refused.out
     assert not (tmp_path / "mine").exists()
-    for number, name in enumerate((given, old)):
-        mine = run([*new, f"run.resume={name}", f"run.dir=run-{number}"], place=tmp_path)
+    for number, path in enumerate((given, old)):
+        mine = run([*new, f"run.resume={path}", f"run.dir=run-{number}"], place=tmp_path)
         assert [line["step"] for line in mine.lines("train")] == [5, 6]
 
 

@@ -1,4 +1,4 @@
-"""Runs of several processes as torchrun starts them: one curve, and what happens to it when something happens."""
+"""Runs of several processes as torchrun starts them: what they leave, and what happens when something happens."""
 
 from __future__ import annotations
 
@@ -11,28 +11,22 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
-from tests.commands import SPLIT, Command, curve, far, files_below, finish, lines, single, status, torchrun
-from tests.inside import product
-
-pytestmark = pytest.mark.slow
+from recipes.vision.vit import VisionTransformer
+from tests.ranks import Processes
+from tests.run import SPLIT, Command, Finished, curve, far, files_below, lines, run, start, status
 
 STEPS = 44  # of 11 an epoch: long enough that a signal sent at step 14 arrives before the end
-WORDS = (*SPLIT, "device=cpu", "schedule=constant", "optimizer=sgd", "optimizer.lr=0.1", "loop.save_every=[4,1ep]")
-
-
-def words(folder: Path, *others: str, steps: int = STEPS) -> list[str]:
-    return [*WORDS, f"loop.steps={steps}", f"run.dir='{folder}'", *others]  # quoted for Hydra: it may hold spaces
-
-
-def same_run(folder: Path, other: Path) -> None:
-    """The two runs cannot be told apart by what they learned."""
-    assert curve(folder, "loss_hex") == curve(other, "loss_hex")
-    assert curve(folder, "sample_digest") == curve(other, "sample_digest")
-    assert lines(folder, "eval") == lines(other, "eval")
+WORDS = (
+    *(*SPLIT, "schedule=constant", "optimizer=sgd", "optimizer.lr=0.1", "loop.save_every=[4,1ep]"),
+    *(f"loop.steps={STEPS}", "log=[console,tensorboard]"),
+)
+REAL = (*WORDS, "device=cpu", "strategy=ddp")
 
 
 @pytest.fixture(scope="module")
@@ -43,224 +37,151 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(place: Path) -> Path:
     """A run of one process that nothing happened to."""
-    finish(single(*words(place / "alone")), place)
-    return place / "alone"
+    return run([*WORDS, "run.dir=alone"], place=place).folder
 
 
 @pytest.fixture(scope="module")
-def two(place: Path) -> tuple[Path, str]:
-    """The same on two, with traces of two steps, and what it said."""
-    return place / "two", finish(torchrun(2, *words(place / "two", "strategy=ddp", "profile=[3,4]")), place)
-
-
-# ----------------------------------------------------------------------------------------------------------- one curve
-
-
-def test_one_learning_curve_under_every_strategy(place, alone, two, processes):
-    four = [*words(place / "four", "strategy=ddp_tp", "loop.micro_batches=2", steps=16)]
-    assert processes.run(4, product, place, four) == [0] * 4
-    for folder in (two[0], place / "four"):
-        assert far(curve(alone)[:8], curve(folder)[:8]) < 1e-5
-        assert far(curve(alone)[:16], curve(folder)[:16]) < 1e-3
-        assert far(curve(alone, "grad_norm")[:8], curve(folder, "grad_norm")[:8]) < 1e-4
-        assert curve(alone, "sample_digest")[:16] == curve(folder, "sample_digest")[:16]
-    assert status(place / "four")["strategy"] == "ddp_tp"
-    assert curve(alone)[-1] < 0.8 * curve(alone)[0]  # and something is learned
+def two(place: Path, processes: Processes) -> Finished:
+    """The same on two, with traces of two steps."""
+    return run([*WORDS, "strategy=ddp", "profile=[3,4]", "run.dir=two"], 2, "group", place=place)
 
 
 # -------------------------------------------------------------------------------------------------- what a run leaves
 
 
-def test_the_lines_of_metrics_have_the_keys_that_scripts_rely_on(two):
-    folder, _ = two
-    train, evaluations = lines(folder, "train"), lines(folder, "eval")
+def test_one_learning_curve_whose_lines_have_the_keys_that_scripts_rely_on(alone: Path, two: Finished) -> None:
+    assert far(curve(alone)[:8], two.curve()[:8]) < 1e-5
+    assert far(curve(alone), two.curve()) < 1e-2
+    assert far(curve(alone, "grad_norm")[:8], two.curve("grad_norm")[:8]) < 1e-4
+    assert curve(alone, "sample_digest") == two.curve("sample_digest")
+    assert curve(alone)[-1] < 0.8 * curve(alone)[0]  # and something is learned
+    train, evaluations = two.lines("train"), two.lines("eval")
     wanted = "kind step epoch loss loss_mean loss_hex lr grad_norm samples samples_per_s step_s time sample_digest"
     assert all(sorted(line) == sorted(wanted.split()) for line in train)
-    assert [line["step"] for line in train] == list(range(1, STEPS + 1))
-    assert [line["epoch"] for line in train] == [step // 11 for step in range(STEPS)]
-    assert [line["samples"] for line in train] == [120 * step for step in range(1, STEPS + 1)]
+    assert [(line["step"], line["epoch"], line["samples"]) for line in train] == [
+        (step, (step - 1) // 11, 120 * step) for step in range(1, STEPS + 1)
+    ]
     assert all(re.fullmatch("[0-9a-f]{8}", line["loss_hex"]) for line in train)
-    assert all(line["loss"] == line["loss_mean"] for line in train)
-    assert [line["step"] for line in evaluations] == list(range(11, STEPS + 1, 11))
-    assert {line["samples"] for line in evaluations} == {360}
+    assert [(line["step"], line["samples"]) for line in evaluations] == [(step, 360) for step in (11, 22, 33, 44)]
     assert {"kind", "step", "epoch", "samples", "loss", "accuracy"} <= set(evaluations[0])
     assert 0.2 < evaluations[-1]["accuracy"] <= 1
 
 
-def test_every_rank_has_a_log_file_and_the_main_one_the_console(two):
-    folder, screen = two
-    assert {path.name for path in (folder / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
-    for start in ("run folder ", "strategy  ", "precision ", "batch  ", "completed ", f"epoch 1/4  step  1/{STEPS} "):
-        wanted = 2 if start == "run folder " else 1  # at the start and at the end
-        assert sum(line.startswith(start) for line in screen.splitlines()) == wanted, screen
-    (spent,) = re.findall(rf"^time, steps 1-{STEPS} .*?^  total .*?$", screen, re.MULTILINE | re.DOTALL)
-    shares = [int(share) for share in re.findall(r" (\d+) %", spent)]
-    assert shares[-1] == 100
-    assert 95 <= sum(shares[:-1]) <= 104  # each is rounded, and what is next to nothing is left out
-    assert "60 samples × 1 micro-batch × 2 data ranks = global batch 120" in screen
-    assert "global batch 120" in (folder / "logs" / "rank-0.log").read_text()
-    assert "Traceback" not in screen
-    assert "Warning" not in screen
-
-
-def test_a_profile_has_a_trace_of_each_rank_with_the_steps_that_were_asked_for(two):
-    folder, _ = two
-    assert {path.name for path in (folder / "profile").iterdir()} == {"rank-0.json", "rank-1.json"}
-    for path in (folder / "profile").iterdir():
+def test_a_run_says_what_it_was_where_the_time_went_and_what_is_next(two: Finished) -> None:
+    assert {path.name for path in (two.folder / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    for begin in ("run folder ", "strategy  ", "precision ", "batch  ", "completed ", f"epoch 1/4  step  1/{STEPS} "):
+        times = 2 if begin == "run folder " else 1  # at the start and at the end
+        assert sum(line.startswith(begin) for line in two.out.splitlines()) == times, two.out
+    assert "60 samples × 1 micro-batch × 2 data ranks = global batch 120" in two.out
+    last, best = two.lines("eval")[-1], max(two.lines("eval"), key=lambda line: line["accuracy"])
+    table = dict(re.findall(r"^  (\S[a-z_ ]*?)  +(.*?) *$", two.out, re.MULTILINE))
+    assert table["after step"].split() == [str(last["step"]), str(best["step"])]
+    assert table["loss"].split() == [f"{last['loss']:.4f}", f"{best['loss']:.4f}"]
+    (spent,) = re.findall(rf"^time, steps 1-{STEPS} .*?^  total .*?$", two.out, re.MULTILINE | re.DOTALL)
+    *shares, total = [int(share) for share in re.findall(r" (\d+) %", spent)]
+    assert total == 100
+    assert 95 <= sum(shares) <= 104  # each is rounded, and what is next to nothing is left out
+    assert two.out.index("\nthroughput  ") < two.out.index("\nbest  ") < two.out.index("\nnext  ")
+    said = json.loads((two.folder / "environment.json").read_text())
+    assert (said["world_size"], said["strategy"], said["precision"]) == (2, "ddp", "fp32")
+    assert (said["hosts"], bool(said["packages"]["torch"])) == ([os.uname().nodename], True)
+    assert {*WORDS, "strategy=ddp"} <= {*yaml.safe_load((two.folder / "overrides.yaml").read_text())}
+    config = yaml.safe_load((two.folder / "config.yaml").read_text())
+    assert (config["model"]["width"], config["loop"]["global_batch"], config["seed"]) == (24, 120, 0)
+    ended: dict[str, Any] = {"state": "completed", "reason": None, "root_rank": None, "step": STEPS, "resume_step": 0}
+    ended |= {"world_size": 2, "strategy": "ddp", "attempt": 1, "goodput": 1.0}
+    assert two.status.items() >= ended.items()
+    for path in sorted((two.folder / "profile").iterdir(), key=str):  # a trace of each rank
         names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if "name" in event]
         assert len([name for name in names if name.startswith("ProfilerStep")]) == 2
         assert any(name.startswith("gloo:") for name in names)  # what travelled
+    assert len([*(two.folder / "profile").iterdir()]) == 2
 
 
-def test_a_run_says_what_it_was(two):
-    folder, _ = two
-    said = json.loads((folder / "environment.json").read_text())
-    assert (said["world_size"], said["strategy"], said["precision"]) == (2, "ddp", "fp32")
-    assert said["hosts"] == [os.uname().nodename]
-    assert said["packages"]["torch"]
-    assert yaml.safe_load((folder / "overrides.yaml").read_text()) == words(folder, "strategy=ddp", "profile=[3,4]")
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert (config["model"]["width"], config["loop"]["global_batch"], config["seed"]) == (24, 120, 0)
-    wanted = {"state": "completed", "reason": None, "root_rank": None, "step": STEPS, "resume_step": 0}
-    wanted |= {"world_size": 2, "strategy": "ddp", "attempt": 1, "goodput": 1.0}
-    assert status(folder).items() >= wanted.items()
-    kept = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert {f"step-{step:08d}" for step in (36, 40, 44)} <= kept
-    assert len(kept) <= 4  # three recent ones and the best
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_shows_the_same_figures(two):
-    folder, _ = two
-    train, evaluations = events(folder / "tensorboard"), events(folder / "tensorboard" / "eval")
-    wanted = {"loss/loss", "optimizer/lr", "optimizer/grad_norm", "speed/samples_per_s"}
-    assert wanted <= set(train.Tags()["scalars"])
-    assert {"loss/loss", "accuracy/accuracy"} <= set(evaluations.Tags()["scalars"])
-    assert "loss/loss" in set(train.Tags()["scalars"]) & set(evaluations.Tags()["scalars"])  # on one chart
-    assert scalars(train, "loss/loss") == pytest.approx(dict(enumerate(curve(folder), 1)), rel=1e-6)
-    accuracy = {line["step"]: line["accuracy"] for line in lines(folder, "eval")}
-    assert scalars(evaluations, "accuracy/accuracy") == pytest.approx(accuracy, rel=1e-6)
-    (image,) = train.Images("pictures/inputs")
-    assert image.encoded_image_string.startswith(b"\x89PNG")
-    assert (image.width, image.height) > (8, 8)  # a grid
-    assert b"global_batch: 120" in train.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0]
-
-
-def test_a_checkpoint_fits_the_plain_network(two):
-    from safetensors.torch import load_file
-
-    from recipes.vision.vit import VisionTransformer
-
-    folder, _ = two
-    step = folder / "checkpoints" / f"step-{STEPS:08d}"
+def test_a_checkpoint_fits_the_plain_network(two: Finished) -> None:
+    step = two.folder / "checkpoints" / f"step-{STEPS:08d}"
+    assert {f"step-{number:08d}" for number in (36, 40, 44)} <= {path.name for path in step.parent.iterdir()}
+    assert len([*step.parent.iterdir()]) <= 4  # three recent ones and the best
     tensors = {name: tensor for file in step.glob("*.safetensors") for name, tensor in load_file(file).items()}
     network = VisionTransformer(num_classes=10, channels=1, image_size=8, width=24, heads=4, depth=2)
     network.load_state_dict({name: value for name, value in tensors.items() if "/" not in name})
-    assert not any(name.startswith(("module.", "_orig_mod.")) for name in tensors)
     manifest = json.loads((step / "manifest.json").read_text())
     assert (manifest["step"], manifest["world_size"], manifest["strategy"]) == (STEPS, 2, "ddp")
     assert set(manifest["files"]) == {path.name for path in step.iterdir()} - {"manifest.json"}
     assert json.loads((step / "state.json").read_text())["progress"]["step"] == STEPS
 
 
-def events(folder: Path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}).Reload()
+# ---------------------------------------------------------------------------------------------- what happens to them
 
 
-def scalars(accumulator, tag: str) -> dict[int, float]:
-    """Step to value; no step twice."""
-    points = accumulator.Scalars(tag)
-    assert len({point.step for point in points}) == len(points)
-    return {point.step: point.value for point in points}
+def same_run(folder: Path, two: Finished) -> None:
+    """The two runs cannot be told apart by what they learned."""
+    assert curve(folder, "loss_hex") == two.curve("loss_hex")
+    assert curve(folder, "sample_digest") == two.curve("sample_digest")
+    assert lines(folder, "eval") == two.lines("eval")
+    assert status(folder)["state"] == "completed"
 
 
-# --------------------------------------------------------------------------------------------------- stopped as asked
-
-
-@pytest.fixture(scope="module")
-def stopped(place: Path) -> tuple[Path, str]:
-    """A run whose launcher was sent SIGTERM in the middle of the second epoch, and what it said."""
+def test_sigterm_saves_and_what_is_printed_goes_on_as_if_nothing_had_been(
+    place: Path, two: Finished, processes: Processes
+) -> None:
     folder = place / "r e ü 目录"
-    command = Command(torchrun(2, *words(folder, "strategy=ddp")), place, {"LC_ALL": "C"})
+    words = [*REAL, f"run.dir='{folder}'"]  # quoted for Hydra
+    command = start(words, 2, "torchrun", place=place, environment={"LC_ALL": "C"})
     command.wait_for_step(folder, 14)
     os.kill(command.pid, signal.SIGTERM)
-    ended = command.end()
-    assert ended.code != 0
-    assert ended.left == []
-    return folder, ended.screen
-
-
-def test_sigterm_saves_and_the_same_command_goes_on_as_if_nothing_had_been(place, two, stopped, processes):
-    folder, screen = stopped
-    said = status(folder)
+    ended, said = command.end(), status(folder)
     at = said["step"]
+    assert (ended.code != 0, ended.left) == (True, [])
     assert (said["state"], said["reason"], said["resume_step"]) == ("preempted", "SIGTERM", 0)
     assert 14 <= at < STEPS, "the run was over before the signal came"
     assert (folder / "checkpoints" / f"step-{at:08d}" / "manifest.json").is_file()
     assert len(curve(folder)) == at
-    assert "to go on:" in screen
-    assert screen.count("Traceback") == 1  # torchrun's own
-    again = place / "again"
-    shutil.copytree(folder, again)
-    advice = screen[screen.index("to go on:") :].splitlines()[1]
-    launcher, *others = shlex.split(advice)  # what was printed works as it stands
-    assert launcher == "torchrun"
-    again_it_is = [sys.executable, "-m", "torch.distributed.run", *others]
-    screen = finish(again_it_is, place)
-    assert f"step {at} of " in screen
-    same_run(folder, two[0])
-    said = status(folder)
-    assert (said["state"], said["resume_step"], said["attempt"], said["goodput"]) == ("completed", at, 2, 1.0)
+    assert ended.out.count("Traceback") == 1  # torchrun's own
+    shutil.copytree(folder, place / "again")
+    launcher, *others = shlex.split(ended.out[ended.out.index("to go on:") :].splitlines()[1])
+    assert launcher == "torchrun"  # what was printed works as it stands
+    again = Command([sys.executable, "-m", "torch.distributed.run", *others], place).end()
+    assert (again.code, again.left, again.litter) == (0, [], []), again.out
+    assert f"step {at} of " in again.out
+    same_run(folder, two)
+    assert (status(folder)["resume_step"], status(folder)["attempt"], status(folder)["goodput"]) == (at, 2, 1.0)
     assert (folder / "config.1.yaml").is_file()
-    assert scalars(events(folder / "tensorboard"), "loss/loss").keys() == set(range(1, STEPS + 1))
     # another strategy and another number of processes take up the same checkpoint
-    others = [*words(again, "strategy=ddp_tp", "loop.micro_batches=3", steps=at + 9)]
-    assert processes.run(4, product, place, others) == [0] * 4
-    assert far(curve(again)[at:][:8], curve(two[0])[at:][:8]) < 1e-5
-    assert curve(again, "sample_digest") == curve(two[0], "sample_digest")[: at + 9]
-    assert status(again)["resume_step"] == at
+    words = [*WORDS, "strategy=ddp_tp", "loop.micro_batches=3", f"loop.steps={at + 9}", "run.dir=again"]
+    other = run(words, 4, "group", place=place)
+    assert far(other.curve()[at:][:8], two.curve()[at:][:8]) < 1e-5
+    assert (other.curve("sample_digest"), other.status["resume_step"]) == (two.curve("sample_digest")[: at + 9], at)
 
 
 @pytest.mark.long
-def test_a_signal_to_one_rank_stops_all_of_them_at_one_step(place, two):
-    folder = place / "one-rank"
-    command = Command(torchrun(2, *words(folder, "strategy=ddp")), place)
+@pytest.mark.parametrize(
+    ("whose", "number"), [("rank 1", "SIGTERM"), ("rank 1", "SIGKILL"), ("the launcher", "SIGKILL")]
+)
+def test_what_happens_to_a_rank_or_to_the_launcher_stops_all_of_them_at_one_step(
+    place: Path, two: Finished, processes: Processes, whose: str, number: str
+) -> None:
+    folder = place / f"{number} {whose}"
+    command = start([*REAL, f"run.dir='{folder}'"], 2, "torchrun", place=place)
     command.wait_for_step(folder, 14)
-    os.kill(command.rank(1), signal.SIGTERM)
-    ended = command.end()
-    assert (ended.code, ended.left) == (0, []), ended.screen  # anything else and torchrun would restart it
-    said = status(folder)
-    assert said["state"] == "preempted"
-    assert len(curve(folder)) == said["step"] < STEPS
-    assert curve(folder, "loss_hex") == curve(two[0], "loss_hex")[: said["step"]]
-
-
-# ------------------------------------------------------------------------------------------------------------- killed
-
-
-@pytest.mark.long  # beside the main rank, which torchrun restarts
-def test_a_killed_rank_ends_the_job_and_the_same_command_heals_it(place, two, processes):
-    folder = place / "killed"
-    command = Command(torchrun(2, *words(folder, "strategy=ddp")), place)
-    command.wait_for_step(folder, 14)
-    os.kill(command.rank(1), signal.SIGKILL)
-    ended = command.end()
-    assert (ended.code, ended.left) == (1, [])
-    assert status(folder)["state"] == "failed"
-    assert processes.run(2, product, place, words(folder, "strategy=ddp")) == [0, 0]
-    same_run(folder, two[0])
-    said = status(folder)
-    assert said["state"] == "completed"
-    assert said["resume_step"] >= 8  # a step may be logged before its checkpoint is whole
+    os.kill(command.rank(1) if whose == "rank 1" else command.pid, signal.Signals[number])
+    ended, said = command.end(), status(folder)
+    codes = {"SIGTERM rank 1": 0, "SIGKILL rank 1": 1, "SIGKILL the launcher": -9}  # torchrun restarts all but 0
+    assert (ended.code, ended.left) == (codes[folder.name], []), ended.out
+    if folder.name == "SIGKILL rank 1":
+        assert said["state"] == "failed"
+    else:
+        assert (said["state"], len(curve(folder))) == ("preempted", said["step"])
+        assert said["reason"] == "the launcher is gone" or whose == "rank 1"
+    assert 8 <= said["step"] < STEPS or said["state"] == "failed"
+    run([*WORDS, "strategy=ddp", f"run.dir='{folder}'"], 2, "group", place=place)
+    same_run(folder, two)
 
 
 @pytest.mark.long
-def test_torchrun_heals_a_killed_main_rank_by_itself_in_one_folder(place, two):
+def test_torchrun_heals_a_killed_main_rank_by_itself_in_one_folder(place: Path, two: Finished) -> None:
     root = place / "healing"
-    named = [word for word in words(place, "strategy=ddp", f"run.root={root}") if not word.startswith("run.dir")]
-    command = Command(torchrun(2, *named, flags=("--max-restarts=2",)), place)
+    command = start([*REAL, f"run.root={root}"], 2, "torchrun", place=place, flags=("--max-restarts=2",))
     folder = root / "not yet"
     while not folder.is_dir():
         assert command.process.poll() is None, command.screen
@@ -269,31 +190,10 @@ def test_torchrun_heals_a_killed_main_rank_by_itself_in_one_folder(place, two):
     command.wait_for_step(folder, 14)
     os.kill(command.rank(0), signal.SIGKILL)
     ended = command.end()
-    assert (ended.code, ended.left) == (0, []), ended.screen
+    assert (ended.code, ended.left) == (0, []), ended.out
     assert list(root.iterdir()) == [folder]
-    same_run(folder, two[0])
-    assert (status(folder)["state"], status(folder)["attempt"]) == ("completed", 2)
-
-
-@pytest.mark.long
-def test_without_their_launcher_the_ranks_end_too_and_one_process_can_go_on(place, alone):
-    folder = place / "orphans"
-    command = Command(torchrun(2, *words(folder, "strategy=ddp")), place)
-    command.wait_for_step(folder, 14)
-    os.kill(command.pid, signal.SIGKILL)
-    ended = command.end()
-    assert ended.code == -signal.SIGKILL
-    assert ended.left == []
-    said = status(folder)
-    assert (said["state"], said["reason"]) == ("preempted", "the launcher is gone")
-    assert len(curve(folder)) == said["step"] < STEPS
-    finish(single(*words(folder, "strategy=single")), place)
-    assert far(curve(folder)[:24], curve(alone)[:24]) < 1e-3
-    assert curve(folder, "sample_digest") == curve(alone, "sample_digest")
-    assert status(folder)["resume_step"] == said["step"]
-
-
-# ------------------------------------------------------------------------------------------------------------ refused
+    same_run(folder, two)
+    assert status(folder)["attempt"] == 2
 
 
 @pytest.mark.parametrize(
@@ -303,14 +203,15 @@ def test_without_their_launcher_the_ranks_end_too_and_one_process_can_go_on(plac
         pytest.param(0, "loop.global_batch=101", "global_batch 101 / 2", marks=pytest.mark.long),
     ],
 )
-def test_a_mistake_is_said_once_and_again_in_the_launchers_last_block(tmp_path, restarts, wrong, sentence):
-    before = files_below(tmp_path)
-    command = torchrun(2, wrong, "strategy=ddp", "device=cpu", flags=(f"--max-restarts={restarts}",))
-    screen = finish(command, tmp_path, code=1)
-    own, block = screen.split("Traceback")  # torchrun's own, the only one
-    assert own.count(sentence) == 1, screen
-    assert screen.startswith(wrong.split("=")[0]), screen
+def test_a_mistake_is_said_once_and_again_in_the_launchers_last_block(
+    tmp_path: Path, restarts: int, wrong: str, sentence: str
+) -> None:
+    words = [wrong, "strategy=ddp", "device=cpu"]
+    ended = start(words, 2, "torchrun", place=tmp_path, flags=(f"--max-restarts={restarts}",)).end()
+    own, block = ended.out.split("Traceback")  # torchrun's own, the only one
+    assert own.count(sentence) == 1, ended.out
+    assert ended.out.startswith(wrong.split("=")[0]), ended.out
     cause = block.split("Root Cause")[1]
-    assert cause.count(sentence) == 1, screen
+    assert cause.count(sentence) == 1, ended.out
     assert "exitcode  : 2" in cause
-    assert files_below(tmp_path) == before
+    assert (ended.code, ended.left, files_below(tmp_path)) == (1, [], set())

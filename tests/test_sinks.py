@@ -1,33 +1,34 @@
-"""Sinks beside the console and TensorBoard: metrics.jsonl, and services that may be slow or gone."""
+"""Sinks beside the console and TensorBoard: how a run ended, and services that may be slow or gone."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
-import signal
 import sqlite3
+from collections.abc import Callable
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from tests.commands import SMALL, finish, lines, single, status
-from tests.inside import here
-from trainer.loop.trainer import Trainer
-from trainer.messages import Refusal
-from trainer.records import experiment_trackers
+from tests.run import SMALL, lines, run
+from trainer import Refusal, Sink
 from trainer.records.experiment_trackers import ServiceSink, require_package
-from trainer.records.metrics_reader import read_lines_backwards
-from trainer.records.sinks import Sink
 
-WORDS = (*SMALL, "schedule=constant", "loop.global_batch=120", "loop.eval_every=2", "loop.save_every=2")
+WORDS = (
+    *SMALL,
+    "schedule=constant",
+    "loop.global_batch=120",
+    "loop.eval_every=2",
+    "loop.save_every=2",
+    "run.dir=first",
+)
 SECRET = "+data.vocab_size=${oc.env:TRAINER_TEST_SECRET}"
+CONTINUES = "the run continues, and its metrics are in metrics.jsonl"
 
 
 def lose_a_save(folder: Path, step: int) -> None:
@@ -35,32 +36,30 @@ def lose_a_save(folder: Path, step: int) -> None:
     shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
 
 
-# --------------------------------------------------------------------------------------------------- metrics.jsonl
-
-
 def grow(path: Path) -> None:
-    """As if there were a terabyte of lines behind the second one: nothing could read it whole."""
-    first, second, rest = path.read_bytes().split(b"\n", 2)
+    """As if there were a terabyte between its first bytes and its last ones: nothing could read it whole."""
+    first, _, rest = path.read_bytes().partition(b"\n")
     with path.open("wb") as file:
-        file.write(first + b"\n" + second + b"\n")
+        file.write(first + b"\n")
         file.seek(2**40)
         file.write(b"\n" + rest)
 
 
-def test_a_start_reads_the_end_of_its_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*WORDS, f"run.dir={tmp_path}", "log=[console]")
-    assert here(*words, "loop.steps=6") == 0
-    lose_a_save(tmp_path, 6)
-    grow(tmp_path / "metrics.jsonl")
-    capsys.readouterr()
-    assert here(*words, "loop.steps=8") == 0
-    assert re.search(r"after step +8", capsys.readouterr().out)  # the table at the end has its figures from there, too
-    lined = [json.loads(line) for _, line in islice(read_lines_backwards(tmp_path / "metrics.jsonl"), 10)]
-    wanted = [each for step in (8, 6, 4) for each in (("eval", step), ("train", step), ("train", step - 1))]
-    assert [(line["kind"], line["step"]) for line in lined] == [*wanted, ("eval", 2)]
-
-
-# ---------------------------------------------------------------------------------------------------- how it ended
+@pytest.mark.disk
+def test_a_start_reads_the_end_of_its_metrics_alone(tmp_path: Path) -> None:
+    words = [*WORDS, "log=[console,tensorboard]"]
+    folder = run([*words, "loop.steps=6"], place=tmp_path).folder
+    lose_a_save(folder, 6)
+    grow(folder / "metrics.jsonl")
+    (folder / "tensorboard" / "events.out.tfevents.1.old.1.0").write_bytes(b"")
+    grow(folder / "tensorboard" / "events.out.tfevents.1.old.1.0")
+    again = run([*words, "loop.steps=8"], place=tmp_path)
+    assert re.search(r"after step +8", again.out)  # the table at the end has its figures from there, too
+    with (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(2**40)
+        found = [json.loads(line) for line in file.read().splitlines() if line]
+    assert [line["step"] for line in found if line["kind"] == "train"] == list(range(2, 9))
+    assert [line["step"] for line in found if line["kind"] == "eval"] == [2, 4, 6, 8]
 
 
 class Ending(Sink):
@@ -74,72 +73,50 @@ class Ending(Sink):
             file.write(f"{state}\n")
 
 
-def test_a_sink_hears_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (
-        *WORDS,
-        "loop.eval_every=null",
-        f"run.dir={tmp_path}",
-        "trust=[tests]",
-        "+log.ending._target_=tests.test_sinks.Ending",
-    )
-    begin = Trainer.begin
-
-    def stopped(trainer: Trainer, start: Any) -> None:
-        begin(trainer, start)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "begin", stopped)
-        assert here(*words, "loop.steps=3") == 75
-    with pytest.raises(FloatingPointError):
-        here(*words, "loop.steps=4", "optimizer.lr=1e30", "run.accept_changes=true", "loop.save_every=null")
-    assert here(*words, "loop.steps=4", "run.accept_changes=true") == 0
-    assert (tmp_path / "ended").read_text().split() == ["preempted", "failed", "completed"]
+def test_a_sink_of_ones_own_hears_how_the_run_ended(tmp_path: Path) -> None:
+    words = [*WORDS, "loop.eval_every=null", "trust=[tests]", "+log.ending._target_=tests.test_sinks.Ending"]
+    words += ["run.accept_changes=true"]
+    run([*words, "loop.steps=3", "run.stop_after=0.001"], place=tmp_path, code=75)
+    run([*words, "loop.steps=4", "optimizer.lr=1e30", "loop.save_every=null"], place=tmp_path, code=1)
+    folder = run([*words, "loop.steps=4"], place=tmp_path).folder
+    assert (folder / "ended").read_text().split() == ["preempted", "failed", "completed"]
 
 
 # -------------------------------------------------------------------------------------------- services, in general
 
 
-def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experiment_trackers, "_PATIENCE", 0.05)
+def test_a_service_that_fails_is_told_once_and_one_that_hangs_is_left(caplog: pytest.LogCaptureFixture) -> None:
     done, hanging = [], Event()
 
     def fails() -> None:
         raise ConnectionError("no route to it\nand more")
 
+    def noted(number: int) -> Callable[[], None]:
+        return lambda: done.append(number)
+
     with caplog.at_level(logging.WARNING):
         one = ServiceSink("json")
-        for call in (lambda: done.append(1), fails, lambda: done.append(2), fails, lambda: done.append(3)):
+        for call in (noted(1), fails, noted(2), fails, noted(3)):
             one.enqueue(call)
         one.close()
-        other = ServiceSink("json")
+        other = ServiceSink("json", patience=0.05)
         other.enqueue(lambda: hanging.wait(60))
         other.close()
     hanging.set()
     ServiceSink("json").close()  # one that was never opened
     assert done == [1, 2, 3]
     told = [record.getMessage() for record in caplog.records]
-    assert told[0] == "note        json: no route to it; the run continues, and its metrics are in metrics.jsonl"
+    assert told[0] == f"note        json: no route to it; {CONTINUES}"
     assert ["no answer for 0.05 s" in text for text in told] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_package_that_is_missing_is_refused_with_what_to_type(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = experiment_trackers.find_spec
-    monkeypatch.setattr(experiment_trackers, "find_spec", lambda asked: None if asked == name else found(asked))
-    with pytest.raises(Refusal, match=rf"log=\[{name}\] needs the package {name}: pip install -e '.\[{name}\]'"):
-        here(f"run.dir={tmp_path}/run", f"log=[console,{name}]")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nowhere_installed").mkdir()
+    (tmp_path / "nowhere_installed").mkdir()  # a folder of that name is no package
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(Refusal, match="needs the package nowhere_installed"):
+    said = r"log=\[nowhere_installed\] needs the package nowhere_installed: pip install -e '.\[nowhere_installed\]'"
+    with pytest.raises(Refusal, match=said):
         require_package("nowhere_installed")
 
 
@@ -164,29 +141,14 @@ def sent(start: Path) -> dict[str, list[Any]]:
     return told
 
 
-def rows(told: dict[str, list[Any]]) -> dict[int, dict[str, Any]]:
-    """What wandb knows of each step."""
+def history(told: dict[str, list[Any]]) -> dict[int, dict[str, float]]:
+    """The metrics of each step."""
     read = [
         {".".join([*item.nested_key] or [item.key]): json.loads(item.value_json) for item in row.item}
         for row in told["history"]
     ]
-    return {row["_step"]: row for row in read}
-
-
-def history(told: dict[str, list[Any]]) -> dict[int, dict[str, float]]:
-    """The metrics of each step."""
-    metrics = {
-        step: {name: value for name, value in row.items() if name.startswith(("train/", "eval/"))}
-        for step, row in rows(told).items()
-    }
+    metrics = {row["_step"]: {name: row[name] for name in row if name.startswith(("train/", "eval/"))} for row in read}
     return {step: row for step, row in metrics.items() if row}
-
-
-def state(told: dict[str, list[Any]]) -> Any:
-    """How the run ended."""
-    updates = [item for summary in told["summary"] for item in summary.update]
-    (last,) = [json.loads(item.value_json) for item in updates if "state" in (item.key, *item.nested_key)]
-    return last
 
 
 def wanted(folder: Path, first: int, last: int) -> dict[int, dict[str, float]]:
@@ -199,94 +161,71 @@ def wanted(folder: Path, first: int, last: int) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    surroundings = {"WANDB_MODE": "offline", "TRAINER_TEST_SECRET": "hunter2"}
-    folder = tmp_path / "first"
-    words = (
-        *WORDS,
-        SECRET,
-        f"run.dir={folder}",
-        "log=[console,wandb]",
-        "log.wandb.project=digits",
-        "device=cpu",
-        "loop.histograms_every=2",
-    )
-    finish(single(*words, "loop.steps=4"), tmp_path, environment=surroundings)
-    id = (folder / "wandb.id").read_text().strip()
-    finish(single(*words, "loop.steps=6"), tmp_path, environment=surroundings)
-    assert (folder / "wandb.id").read_text().strip() == id
-    starts = sorted((folder / "wandb").glob(f"offline-run-*-{id}"))
-    one, other = map(sent, starts)
-    for told, first, last in ((one, 1, 4), (other, 5, 6)):
-        run = told["run"][0]
-        assert (run.run_id, run.display_name, run.project) == (id, "first", "digits")
+    words = [*WORDS, SECRET, "device=cpu", "log=[console,wandb]", "log.wandb.project=digits", "loop.histograms_every=2"]
+    environment, folder, ids = {"WANDB_MODE": "offline", "TRAINER_TEST_SECRET": "hunter2"}, tmp_path / "first", []
+    for steps in (4, 6):
+        run([*words, f"loop.steps={steps}"], how="process", place=tmp_path, environment=environment)
+        ids.append((folder / "wandb.id").read_text().strip())
+    assert ids[0] == ids[1]
+    starts = sorted((folder / "wandb").glob(f"offline-run-*-{ids[0]}"))
+    for told, first, last in zip(map(sent, starts), (1, 5), (4, 6), strict=True):
+        (asked,) = told["run"]
+        assert (asked.run_id, asked.display_name, asked.project) == (ids[0], "first", "digits")
         assert history(told) == wanted(folder, first, last)
-        assert (state(told), told["exit"][0].exit_code) == ("completed", 0)
+        ended = [item for summary in told["summary"] for item in summary.update]
+        states = [json.loads(item.value_json) for item in ended if "state" in (item.key, *item.nested_key)]
+        assert (states, told["exit"][0].exit_code) == (["completed"], 0)
     pictures = {path.name.split("_")[0] for path in starts[0].glob("files/media/images/pictures/*.png")}
     assert pictures == {"inputs", "confusion"}
-    assert [step for step, row in rows(one).items() if any(name.startswith("weights/") for name in row)] == [2, 4]
     kept = b"".join(path.read_bytes() for path in (folder / "wandb").rglob("*") if path.is_file())
-    assert b"oc.env:TRAINER_TEST_SECRET" in kept
-    assert b"hunter2" not in kept
+    assert (b"oc.env:TRAINER_TEST_SECRET" in kept, b"hunter2" in kept) == (True, False)
+
+
+GONE = {
+    "wandb": {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "3"},
+    "mlflow": {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
+}
 
 
 @pytest.mark.long
-@pytest.mark.slow
-def test_a_wandb_that_cannot_be_reached_is_kept_for_later(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "3"}
-    folder = tmp_path / "gone"
-    words = (*WORDS, f"run.dir={folder}", "log=[console,wandb]", "loop.steps=2", "device=cpu")
-    screen = finish(single(*words), tmp_path, environment=nowhere)
-    assert status(folder)["state"] == "completed"
-    assert screen.count("the run continues, and its metrics are in metrics.jsonl") == 1
-    assert "to send it later: wandb sync" in screen
-    (start,) = (folder / "wandb").glob("offline-run-*")
-    assert history(sent(start)) == wanted(folder, 1, 2)
+@pytest.mark.parametrize("service", GONE)
+def test_a_service_that_cannot_be_reached_is_told_once_and_kept_for_later(tmp_path: Path, service: str) -> None:
+    pytest.importorskip(service)
+    words = [*WORDS, f"log=[console,{service}]", "loop.steps=2", "device=cpu"]
+    ended = run(words, how="process", place=tmp_path, environment=GONE[service])
+    assert ended.status["state"] == "completed"
+    assert ended.out.count(CONTINUES) == 1
+    if service == "wandb":
+        assert "to send it later: wandb sync" in ended.out
+        (start,) = (ended.folder / "wandb").glob("offline-run-*")
+        assert history(sent(start)) == wanted(ended.folder, 1, 2)
 
 
-# ---------------------------------------------------------------------------------------------------------- MLflow
-
-
-def asked(database: Path, query: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(database) as connection:
-        return connection.execute(query).fetchall()
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_mlflow_gets_the_run_and_goes_on_with_it(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
-    store = tmp_path / "mlflow.db"
-    surroundings = {"MLFLOW_TRACKING_URI": f"sqlite:///{store}", "TRAINER_TEST_SECRET": "hunter2"}
-    folder = tmp_path / "first"
-    words = (*WORDS, SECRET, f"run.dir={folder}", "log=[console,mlflow]", "log.mlflow.experiment=digits", "device=cpu")
+    store, folder = tmp_path / "mlflow.db", tmp_path / "first"
+    words = [*WORDS, SECRET, "log=[console,mlflow]", "log.mlflow.experiment=digits", "device=cpu"]
+    environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{store}", "TRAINER_TEST_SECRET": "hunter2"}
     # the second start has steps to run again that are there already
-    finish(single(*words, "loop.steps=4"), tmp_path, environment=surroundings)
+    run([*words, "loop.steps=4"], how="process", place=tmp_path, environment=environment)
     lose_a_save(folder, 4)
-    finish(single(*words, "loop.steps=6", "run.accept_changes=true"), tmp_path, environment=surroundings)
+    again = [*words, "loop.steps=6", "run.accept_changes=true"]
+    run(again, how="process", place=tmp_path, environment=environment)
+
+    def asked(query: str) -> list[tuple[Any, ...]]:
+        with sqlite3.connect(store) as connection:
+            return connection.execute(query).fetchall()
+
     id = (folder / "mlflow.id").read_text().strip()
-    assert asked(store, "select run_uuid, name, status from runs") == [(id, "first", "FINISHED")]
-    for kind, name, wanted in (("train", "loss", range(1, 7)), ("eval", "accuracy", (2, 4, 6))):
-        points = asked(store, f"select step, value from metrics where key = '{kind}/{name}' order by step")
+    assert asked("select run_uuid, name, status from runs") == [(id, "first", "FINISHED")]
+    for kind, name in (("train", "loss"), ("eval", "accuracy")):
+        points = asked(f"select step, value from metrics where key = '{kind}/{name}' order by step")
         assert points == [(line["step"], pytest.approx(line[name])) for line in lines(folder, kind)]
-        assert [step for step, _ in points] == list(wanted)
-    parameters = dict(asked(store, "select key, value from params"))
+    parameters = dict(asked("select key, value from params"))
     assert (parameters["model.width"], parameters["data.vocab_size"]) == ("32", "${oc.env:TRAINER_TEST_SECRET}")
-    assert ("state", "completed") in asked(store, "select key, value from tags")
-    assert asked(store, "select name from experiments where name = 'digits'")
+    assert ("state", "completed") in asked("select key, value from tags")
+    assert asked("select name from experiments where name = 'digits'")
     assert b"hunter2" not in store.read_bytes()
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_an_mlflow_that_cannot_be_reached_is_told_once(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    nowhere = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    folder = tmp_path / "gone"
-    words = (*WORDS, f"run.dir={folder}", "log=[console,mlflow]", "loop.steps=2", "device=cpu")
-    screen = finish(single(*words), tmp_path, environment=nowhere)
-    assert status(folder)["state"] == "completed"
-    assert screen.count("the run continues, and its metrics are in metrics.jsonl") == 1

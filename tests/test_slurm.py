@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, curve, finish, lines, single, status
-from tests.inside import here
+from tests.run import ROOT, SMALL, curve, lines, run, status
 from tests.slurm import Cluster, missing, wait_for
-from tests.warm import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "it is there")]
+pytestmark = [
+    *(pytest.mark.service, pytest.mark.long),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "it is there"),
+]
 
 SCRIPTS = ROOT / "scripts" / "clusters" / "slurm"
 EXCLUSIVE = ("--nodes=2", "--exclusive")
@@ -90,12 +90,11 @@ def log(place: Path) -> str:
 
 def undisturbed(folder: Path) -> None:
     """The run has every step once, with the losses of a run that nobody has disturbed."""
-    assert here(*WORDS, "strategy=single", "run.name=alone", *LAB) == 0
+    run([*WORDS, "strategy=single", "run.name=alone", *LAB])
     assert len(curve(folder)) == STEPS
     assert curve(folder) == pytest.approx(curve(folder.parent / "alone"), rel=1e-5)
 
 
-@pytest.mark.long
 def test_the_smoke_test_works(cluster: Cluster, place: Path) -> None:
     number = cluster.submit(place, "--mem=1G", str(SCRIPTS / "smoke.sbatch"))
     assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
@@ -103,7 +102,6 @@ def test_the_smoke_test_works(cluster: Cluster, place: Path) -> None:
     assert status(place / "runs" / f"smoke-{number}")["world_size"] == 1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
 def test_a_preempted_job_runs_again_and_goes_on(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
     number, folder = submitted(cluster, place, script)
@@ -124,38 +122,6 @@ def preempt(cluster: Cluster, place: Path, number: str, folder: Path) -> None:
     assert (status(folder)["attempt"], status(folder)["resume_step"]) == (2, saved["step"])
 
 
-@pytest.mark.long
-def test_eight_tasks_that_were_preempted_have_the_bits_of_eight_processes(cluster: Cluster, place: Path) -> None:
-    tasks = ("--gpus-per-node=1", "--cpus-per-task=1", "--ntasks-per-node=4", "srun.sbatch")
-    number, folder = submitted(cluster, place, tasks)
-    evaluate = f"--wrap=python -m trainer run.dir={folder} device=cpu job=evaluate {' '.join(LAB)}"
-    options = (f"--dependency=afterok:{number}", "--nodes=1", "--ntasks=1", "--output=evaluated.log")
-    after = cluster.submit(place, *options, evaluate)
-    preempt(cluster, place, number, folder)
-    assert status(folder)["world_size"] == 8
-    finish(single(*WORDS, "strategy=ddp", "processes=8", "run.name=alone", *LAB), place)
-    assert curve(folder, "loss_hex") == curve(folder.parent / "alone", "loss_hex")
-    assert len(curve(folder)) == STEPS
-    # what waits for a job does not begin as that one is preempted
-    assert cluster.ended(after)["JobState"] == "COMPLETED", log(place)
-    assert lines(folder / "evaluate", "eval")[-1]["step"] == STEPS
-
-
-@pytest.mark.long
-def test_machines_may_have_different_numbers_of_tasks(cluster: Cluster, place: Path) -> None:
-    (place / "go").touch()
-    train = " ".join(["srun --gpu-bind=none python -m trainer", *WORDS, "strategy=ddp loop.global_batch=120", *LAB])
-    # two GPUs on each machine, so the tasks are two and one
-    tasks = ("--nodes=2", "--ntasks=3", "--gpus-per-task=1", "--output=three.log")
-    number = cluster.submit(place, *tasks, f"--wrap={train} run.name=held")
-    assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
-    (facts,) = (place / "runs" / "held").glob("environment.json")
-    assert json.loads(facts.read_text())["world_size"] == 3
-    assert here(*WORDS, "loop.global_batch=120", "strategy=single", "run.name=alone", *LAB) == 0
-    assert curve(place / "runs" / "held") == pytest.approx(curve(place / "runs" / "alone"), rel=1e-5)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("script", [SRUN, TORCHRUN], ids=["srun", "torchrun"])
 def test_a_cancelled_job_saves_and_does_not_run_again(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
     number, folder = submitted(cluster, place, script)
@@ -168,7 +134,6 @@ def test_a_cancelled_job_saves_and_does_not_run_again(cluster: Cluster, place: P
     assert cluster.job(number)["Restarts"] == "0"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
 def test_a_job_whose_time_is_over_runs_again_and_goes_on(
     cluster: Cluster, place: Path, script: tuple[str, ...]
@@ -187,7 +152,6 @@ def test_a_job_whose_time_is_over_runs_again_and_goes_on(
     undisturbed(folder)
 
 
-@pytest.mark.long
 def test_of_the_array_of_the_page_only_the_preempted_job_runs_again(cluster: Cluster, place: Path) -> None:
     (place / "scripts").symlink_to(ROOT / "scripts")
     page = (ROOT / "docs" / "clusters.md").read_text()
@@ -211,8 +175,6 @@ def test_of_the_array_of_the_page_only_the_preempted_job_runs_again(cluster: Clu
         assert status(folder)["attempt"] == (2 if number == preempted else 1)
 
 
-# ------------------------------------------------------------------------------------- what is asked of Slurm, and when
-
 # A job without a network, which ends as the scripts do. Its processes save when they are asked to.
 JOB = """#!/bin/bash
 trap : TERM
@@ -223,18 +185,6 @@ until [ -e ask ]; do sleep 0.1; done
 """
 
 
-def job(cluster: Cluster, place: Path, *options: str) -> str:
-    """Its number, once both processes are there."""
-    endings = {(SCRIPTS / name).read_text().partition("\njob=")[2] for name in ("torchrun.sbatch", "srun.sbatch")}
-    (ending,) = endings
-    (place / "job").write_text(f"{JOB}job={ending}")
-    words = (*EXCLUSIVE, "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--output=job.log", *options)
-    number = cluster.submit(place, *words, "job")
-    wait_for(lambda: all((place / f"up-{rank}").exists() for rank in (0, 1)))
-    return number
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "cancelled", "state"),
     [((), True, "CANCELLED"), (("--no-requeue",), False, "FAILED")],
@@ -243,7 +193,11 @@ def job(cluster: Cluster, place: Path, *options: str) -> str:
 def test_a_preempted_job_does_not_run_again_where_that_is_not_meant(
     cluster: Cluster, place: Path, options: tuple[str, ...], cancelled: bool, state: str
 ) -> None:
-    number = job(cluster, place, *options)
+    (ending,) = {(SCRIPTS / name).read_text().partition("\njob=")[2] for name in ("torchrun.sbatch", "srun.sbatch")}
+    (place / "job").write_text(f"{JOB}job={ending}")
+    words = (*EXCLUSIVE, "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--output=job.log", *options)
+    number = cluster.submit(place, *words, "job")
+    wait_for(lambda: all((place / f"up-{rank}").exists() for rank in (0, 1)))
     cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
     wait_for((place / "stopped").exists)
     assert cluster.job(number)["PreemptTime"] != "None"
@@ -254,18 +208,3 @@ def test_a_preempted_job_does_not_run_again_where_that_is_not_meant(
     ended = cluster.ended(number)
     assert (ended["JobState"], ended["Restarts"]) == (state, "0"), log(place)
     assert ("operation is presently disabled" in log(place)) == (not cancelled)
-
-
-@pytest.mark.long
-def test_a_job_that_is_asked_to_save_runs_again_unless_that_is_switched_off(cluster: Cluster, place: Path) -> None:
-    (place / "ask").touch()
-    number = job(cluster, place)
-    cluster.ask("scancel", "--signal=TERM", number)
-    cluster.again(number)
-    for rank in (0, 1):
-        (place / f"up-{rank}").unlink()
-    wait_for(lambda: all((place / f"up-{rank}").exists() for rank in (0, 1)))
-    cluster.ask("scontrol", "update", f"job={number}", "requeue=0")
-    cluster.ask("scancel", "--signal=TERM", number)
-    assert cluster.ended(number)["ExitCode"] == "75:0", log(place)
-    assert cluster.job(number)["Restarts"] == "1"

@@ -1,42 +1,40 @@
-"""A process group: which interface it uses, and how long a collective may take."""
+"""A process group: which backend and interface it uses, and how long a collective may take."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.commands import SMALL
-from tests.inside import here
-from trainer.configuration.compose import compose
-from trainer.jobs.run_parts import assemble
+from recipes.vision.classification import Classification
+from tests.ranks import Processes
+from tests.run import SMALL, run
 from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
 from trainer.parallel.process_group import join_group, leave_group, set_timeouts
-from trainer.parallel.ranks import Group
-from trainer.records.checkpoint.manager import CheckpointManager
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
-from trainer.strategies.parallel_model import ParallelModel
-from trainer.strategies.rank_context import WATCHDOG_MARGIN
 
 CPU = torch.device("cpu")
-LONG, SHORT = timedelta(minutes=30), timedelta(seconds=1)
+LONG, SHORT = timedelta(minutes=30), timedelta(seconds=3)
 
 
 @pytest.mark.parametrize(
     ("backend", "used", "bound"),
     [(None, "cpu:gloo,cuda:nccl", True), ("nccl", "cpu:gloo,cuda:nccl", True), ("gloo", "gloo", False)],
 )
-def test_on_a_gpu_nccl_alone_is_bound_to_the_device(monkeypatch, backend, used, bound):
+def test_on_a_gpu_nccl_alone_is_bound_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, used: str, bound: bool
+) -> None:
     asked: dict[str, Any] = {}
     init = dist.init_process_group
 
-    def without_nccl(backend, device_id, **words):
+    def without_nccl(backend: str, device_id: Any, **words: Any) -> None:
         asked.update(backend=backend, device=device_id)
         init(backend="gloo", **words)
 
@@ -46,26 +44,14 @@ def test_on_a_gpu_nccl_alone_is_bound_to_the_device(monkeypatch, backend, used, 
     assert asked == {"backend": used, "device": gpu if bound else None}  # gloo that is bound makes no sub-groups
 
 
-# ------------------------------------------------------------------------------------------------------------ timeouts
-
-
-def nobody_joins(launch: Launch) -> dict[str, Any]:
+def nobody_joins(launch: Launch) -> tuple[str, float]:
     """After `set_timeouts`, a collective that rank 1 never joins; before it, one that rank 1 joins late."""
-    world = join_group(launch, CPU, None, LONG)
-    store = launch.store()
+    world, store = join_group(launch, CPU, None, LONG), launch.store()
+    assert store is not None
     late: Any = dist.new_group(timeout=LONG)
-    plain: Any = dist.new_group(timeout=LONG)
-    under_way = torch.ones(1)
-    vote, unheard = None, ""
-    if launch.rank == 0:
-        vote = Group(plain).vote((True,), SHORT)
-        try:
-            vote.read()
-        except RuntimeError as caught:
-            unheard = str(caught)
-        work = dist.all_reduce(under_way, group=late, async_op=True)
+    under_way, error = torch.ones(1), ""
+    work = dist.all_reduce(under_way, group=late, async_op=True) if launch.rank == 0 else None
     set_timeouts([world.group, late], SHORT)
-    error = ""
     if launch.rank == 0:
         try:
             dist.all_reduce(torch.ones(1), group=world.group)
@@ -73,114 +59,71 @@ def nobody_joins(launch: Launch) -> dict[str, Any]:
             error = str(caught)
         store.set("given up", "yes")
     store.wait(["given up"])
-    if launch.rank == 1:
-        work = dist.all_reduce(under_way, group=late, async_op=True)
+    work = work or dist.all_reduce(under_way, group=late, async_op=True)
     work.wait()
-    voted = (vote or Group(plain).vote((False,), SHORT)).read()  # those who come late still join
-    dist.all_reduce(whole := torch.ones(1), group=plain)
     store.set(f"done-{launch.rank}", "yes")
     store.wait([f"done-{rank}" for rank in range(2)])
-    return {
-        "unheard": unheard,
-        "voted": voted,
-        "error": error,
-        "under way": under_way.item(),
-        "other group": whole.item(),
-    }
+    return error, under_way.item()
 
 
-def test_a_collective_that_nobody_joins_fails_after_the_short_time(processes):
+def test_a_collective_that_nobody_joins_fails_after_the_short_time(processes: Processes) -> None:
     first, second = processes.run(2, nobody_joins)
-    assert "1000ms" in first["error"]
-    assert second["error"] == ""
-    assert "timed out" in first["unheard"]  # its group would have waited for 30 minutes, as NCCL does
-    assert first["voted"] == second["voted"] == [True]
-    assert first["under way"] == second["under way"] == 2  # it was given 30 minutes, and still has them
-    assert first["other group"] == second["other group"] == 2
+    assert "3000ms" in first[0]
+    # one under way was given 30 minutes, and still has them
+    assert (second, first[1]) == (("", 2), 2)
 
 
-def given(group: Any) -> timedelta:
-    return group._get_backend(CPU).options._timeout
+class Noting(Classification):
+    """Writes down how long a collective may take: in the steps, and in evaluations."""
+
+    def note(self, where: str) -> None:
+        backend = dist.group.WORLD._get_backend(CPU)
+        with Path("times").open("a") as file:
+            print(where, round(backend.options._timeout.total_seconds()), file=file)
+
+    def after_step(self, network: nn.Module, step: int) -> None:
+        self.note(f"step-{step}")
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.note("evaluation")
+        return super().metrics(output, target)
 
 
-def times_of_groups(launch: Launch, *words: str) -> tuple[set[timedelta], set[timedelta], int]:
-    words = (*words, "device=cpu", "distributed.timeout=7min", "distributed.step_timeout=40s")
-    with assemble(compose(words), words, [], launch).strategy as strategy:
-        groups = strategy.groups()
-        first = {given(group) for group in groups}
-        strategy.use_step_timeout()
-        return first, {given(group) for group in groups}, len(groups)
-
-
-@pytest.mark.parametrize(
-    ("size", "words", "groups"),
-    [
-        (4, ("strategy=hsdp", "strategy.replicate=2"), 4),  # all, the data ranks, two axes
-        (2, ("strategy=zero1",), 2),  # all, and all again for what owners send
-    ],
-)
-def test_the_times_reach_every_group(processes, size, words, groups):
+@pytest.mark.parametrize(("timeout", "step"), [("7min", "40s"), ("1min", "10min")])
+def test_the_first_step_and_an_evaluation_have_the_long_time_and_other_steps_the_short_one(
+    tmp_path: Path, timeout: str, step: str
+) -> None:
+    words = [*SMALL, "strategy=ddp", "loop.steps=5", "loop.eval_every=3", "trust=[tests]"]
+    words += ["task._target_=tests.test_world.Noting", f"distributed.timeout={timeout}"]
+    run([*words, f"distributed.step_timeout={step}"], place=tmp_path)
+    lines = [line.split() for line in (tmp_path / "times").read_text().splitlines()]
     # torch is later than the watchdog, which can say who hangs
-    wanted = ({timedelta(minutes=7) + WATCHDOG_MARGIN}, {timedelta(seconds=40) + WATCHDOG_MARGIN}, groups)
-    assert processes.run(size, times_of_groups, *words) == [wanted] * size
+    times = {where: {int(seconds) for each, seconds in lines if each == where} for where, _ in lines}
+    (long,), (short,) = times["evaluation"], times["step-5"]
+    assert (times["step-1"], times["step-2"], times["step-4"]) == ({long}, {short}, {short})
+    wanted = {"7min": (420, 40), "1min": (60, 60)}[timeout]  # that of a step is never longer
+    assert long - short == wanted[0] - wanted[1]
+    assert long > wanted[0]
 
 
-def test_an_evaluation_and_a_save_have_the_time_of_the_first_step(tmp_path, monkeypatch):
-    seen: dict[str, list[timedelta]] = {"forward_backward": [], "evaluate": [], "save": []}
-
-    def note(owner: Any, name: str) -> None:
-        before = getattr(owner, name)
-
-        def noting(*args: Any, **words: Any) -> Any:
-            seen[name].append(given(dist.group.WORLD))
-            return before(*args, **words)
-
-        monkeypatch.setattr(owner, name, noting)
-
-    note(ParallelModel, "forward_backward")
-    note(ParallelModel, "evaluate")
-    note(CheckpointManager, "save")
-    words = ("strategy=ddp", f"run.dir={tmp_path}", "loop.steps=5", "loop.eval_every=3")
-    assert here(*SMALL, *words, "distributed.timeout=7min", "distributed.step_timeout=40s") == 0
-    long, short = timedelta(minutes=7) + WATCHDOG_MARGIN, timedelta(seconds=40) + WATCHDOG_MARGIN
-    assert seen["forward_backward"] == [long, short, short, long, short]
-    assert set(seen["evaluate"]) == set(seen["save"]) == {long}
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    refused = run([*SMALL, "distributed.interface=eth77"], place=tmp_path, code=2)
+    assert refused.out.startswith("distributed.interface=eth77: ")
+    assert " has no such network interface; it has lo" in refused.out
 
 
-def test_the_time_of_a_step_is_never_longer_than_the_first():
-    def times(*words: str) -> tuple[timedelta, timedelta]:
-        machine = assemble(compose(words), words, [], Launch()).machine
-        return machine.timeout, machine.step_timeout
-
-    assert times() == (LONG, timedelta(minutes=10))
-    assert times("distributed.timeout=1min") == (timedelta(minutes=1), timedelta(minutes=1))
-    assert times("distributed.step_timeout=20s") == (LONG, timedelta(seconds=20))
-
-
-# ---------------------------------------------------------------------------------------------------------- interfaces
-
-
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(Refusal, match=r"distributed\.interface=eth77: .* has no such network interface; it has .*lo\b"):
-        Machine(interface="eth77").check()
-
-
-def test_the_interface_is_left_where_gloo_and_nccl_look(monkeypatch):
+def test_the_interface_is_left_where_gloo_and_nccl_look(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:
         monkeypatch.setenv(name, "as it was")
     Machine(device="cpu").claim_device()
     assert [os.environ[name] for name in names] == ["as it was"] * 2
-    machine = Machine(device="cpu", interface="lo")
-    machine.check()
-    machine.claim_device()
-    assert [os.environ[name] for name in names] == ["lo", "=lo"]
-    world = join_group(Launch(), CPU, None, LONG)
-    world.barrier()
-    leave_group(world, clean=True)
+    with DDP(machine=Machine(device="cpu", interface="lo")) as strategy:
+        assert [os.environ[name] for name in names] == ["lo", "=lo"]
+        strategy.world.barrier()
 
 
-def test_after_an_error_a_group_of_one_leaves_room_for_the_next():
+def test_after_an_error_a_group_of_one_leaves_room_for_the_next() -> None:
     for _ in range(2):  # a notebook's cell that is run again
         with pytest.raises(KeyError), DDP(machine=Machine(device="cpu")):
             raise KeyError

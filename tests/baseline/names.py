@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 CHECKOUT, FILE = HERE.parent.parent, HERE / "names.json"
 PAGES = ("docs/extending.md", "docs/own-strategy.md", "docs/python.md", "tests/labs", "tests/lab", "recipes")
 IMPORT = re.compile(r"^\s*from (trainer(?:\.\w+)*) import ([\w, ]+)$", re.MULTILINE)
-# how a process ends, by tests/test_signals.py and tests/test_failure.py; 0 and 2 are tried here
+# how a process ends, by tests/test_signals.py and tests/test_endings.py; 0 and 2 are tried here
 EXIT_CODES = {"0": "done", "1": "failed", "2": "refused", "75": "stopped as asked and saved"}
 
 
