@@ -179,7 +179,7 @@ SYNCHRONISED += [(where, BatchNormNet) for where in ("ddp on 2", "ddp on 4", "ze
 def test_so_have_those_with_synchronised_batch_statistics(train: Train, where: str, network: Any) -> None:
     ranks, words = SPREAD[where]
     words = f"{words} strategy.sync_bn=true {'loop.micro_batches=2' if 'pp' in where else ''}"
-    common = f"{SGD} loop.steps=6 {'loop.micro_batches=2' if 'pp' in where and 'ddp' not in where else ''}"
+    common = f"{SGD} loop.steps=6 {'loop.micro_batches=2' if 'pp' in where else ''}"
     seen, reference = train(f"{common} {words} loop.save_every=3", ranks, model=network), train(common, model=network)
     alike(seen, reference)
     alike(train(f"{common} run.resume={seen.checkpoint(3)}", model=network), reference, start=3)  # statistics, too
