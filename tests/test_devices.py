@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.commands import SMALL, TRANSFORMER, curve, finish, lines
 from tests.inside import here
-from tests.strategies.toys import Plain
+from tests.strategies.networks import Plain
 from tests.watch import PHASES, Watch
 from trainer.launch.devices import accumulation_dtype
 from trainer.launch.rendezvous import Launch
