@@ -1,4 +1,5 @@
 """An accelerator that is not there: its tensors lie elsewhere, so torch says, and the CPU's kernels compute with them.
+And a watch over what a program asks of it, or of a real one: what makes the host wait there, or could not work at all.
 
 `python -m tests.elsewhere REPORT PROCESSES KIND RUNS` runs the trainer on it, watched. In processes of its own: torch
 keeps such a device for the rest of a process's life.
@@ -15,23 +16,93 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests import inside
-from tests.watch import PHASES, Watch
+from tests.run import type_words
 from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
 
 KIND = "elsewhere"
+COPIES = ("_to_copy", "copy_", "_copy_from")
+# A number out of a tensor, a result whose size depends on values, a comparison whose answer is read.
+READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "_unique2", "bincount", "equal")
+FEW = 1000  # numbers: an optimizer that is tried on so few before the first step takes no step of the run
+
+
+class Finding(NamedTuple):
+    """What was found, and how many optimizer steps this start of the run had done then."""
+
+    what: str  # mixture, pageable, waiting copy, read
+    operation: str
+    step: int
+
+
+class Watch(TorchDispatchMode):
+    """Notes, of every operation with a tensor on an accelerator: two devices in one; a copy that the host waits for,
+    or from memory that is not pinned; a value that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.findings: list[Finding] = []
+        self.copies: list[tuple[str, int]] = []  # that nobody waits for: from where; after how many steps
+        self.step = 0
+
+    def __enter__(self) -> Watch:
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        self.step += sum(each.numel() for group in optimizer.param_groups for each in group["params"]) > FEW
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it takes itself apart, and what it does with its parts is seen
+            return NotImplemented
+        what = self._judged(func.overloadpacket.__name__, args, kwargs or {})
+        if what:
+            self.findings.append(Finding(what, str(func), self.step))
+        return func(*args, **(kwargs or {}))
+
+    def _judged(self, name: str, args: Any, kwargs: dict[str, Any]) -> str:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name in COPIES:
+            return self._judged_copy(tensors, args, kwargs)
+        there = [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+        if not there:
+            return ""
+        if name in READS or (name in ("index", "index_put_") and any(one.dtype == torch.bool for one in tensors[1:])):
+            return "read"
+        # a number of the host's may go along: it is handed to the kernel
+        if any(tensor.device != there[0].device and tensor.dim() for tensor in tensors):
+            return "mixture"
+        return ""
+
+    def _judged_copy(self, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> str:
+        if "device" in kwargs:
+            start, goal = tensors[0].device, torch.device(kwargs["device"] or tensors[0].device)
+        else:
+            start, goal = tensors[-1].device, tensors[0].device
+        ahead = kwargs.get("non_blocking", False) or (len(args) > 2 and args[2] is True)
+        if start.type == goal.type or "meta" in (start.type, goal.type):
+            return ""
+        if goal.type != "cpu" and not tensors[-1].is_pinned():
+            return "pageable"
+        if not ahead:
+            return "waiting copy"
+        self.copies.append((start.type, self.step))
+        return ""
 
 
 class Event:
@@ -257,20 +328,16 @@ def trained(launch: Launch, wide: bool, runs: list[list[str]]) -> list[dict[str,
     module = appear(wide, launch.world_size > 1)
     told: list[dict[str, Any]] = []
     for number, words in enumerate(runs):
-        watch, end = Watch(), "0"
         with (
             patch("torch.accelerator.current_stream", module.current_stream),
             patch("torch.Stream", module.Stream),
-            patch("trainer.parallel.activation_offload.HostCopies.min_bytes", 0),  # where a run offloads, all of it
-            watch.over(*PHASES),
+            patch("trainer.parallel.activation_offload.MIN_BYTES", 0),  # where a run offloads, all of it
+            Elsewhere(wide),
+            Watch() as watch,
         ):
-            try:
-                with Elsewhere(wide), watch:
-                    own = replace(launch, run_id=f"run-{number}" if launch.address else "")
-                    end = str(inside.product(own, Path.cwd(), ["device=auto", *words]))
-            except Refusal as refusal:
-                end = str(refusal)
-        told.append({"end": end, "findings": watch.findings, "copies": watch.copies})
+            own = replace(launch, run_id=f"run-{number}" if launch.address else "")
+            code, said = type_words(own, Path.cwd(), ["device=auto", *words], {})
+        told.append({"code": code, "said": said, "findings": watch.findings, "copies": watch.copies})
     return told
 
 

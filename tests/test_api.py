@@ -19,10 +19,10 @@ import torch
 from torch import distributed
 
 import trainer
-from tests.commands import SMALL, Command, curve, finish, single, status
+from tests.run import ROOT, SMALL, Command, run, start, status
 from trainer.launch import stop_signals
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 WORDS = (
     *SMALL,
     "device=cpu",
@@ -55,24 +55,21 @@ def test_a_run_from_python_is_that_of_the_command_line_and_again(place: Path) ->
     second = trainer.run([*WORDS, "strategy=ddp", "loop.micro_batches=2"])
     assert second.metrics == pytest.approx(first.metrics, abs=1e-6)
     assert second.metrics.keys() == {"loss", "accuracy", "macro_accuracy"}
-    finish(single(*WORDS, "run.name=typed"), place)
-    assert curve(place / "runs" / "typed", "loss_hex") == curve(first.folder, "loss_hex")
+    typed = run([*WORDS, "run.name=typed"], place=place)
+    assert typed.curve("loss_hex") == run([*WORDS, "run.name=first"], place=place).curve("loss_hex")
     # nothing of a run is left in the process: no handler, no group, no lock
     assert logging.getLogger().handlers == handlers
     assert not distributed.is_initialized()
     assert trainer.run([*WORDS, "run.name=first", "loop.steps=24", "run.accept_changes=true"]).state == "completed"
-
-
-def test_what_it_has_left_can_be_used_at_once(place: Path) -> None:
-    result = trainer.run([*WORDS, "run.name=first"])
-    network = result.network
+    # what it has left can be used at once
+    network = second.network
     assert (type(network).__name__, network.training, len(list(network.parameters()))) == ("MLP", False, 6)
     with torch.no_grad():
         assert network(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
-    assert trainer.run(["job=evaluate", "job.checkpoint=last", "run.name=first"]).metrics == result.metrics
+    evaluated = trainer.run(["job=evaluate", "job.checkpoint=last", f"run.dir={second.folder}"])
+    assert evaluated.metrics == second.metrics
 
 
-@pytest.mark.long
 def test_a_refusal_is_an_exception_and_an_error_is_itself(place: Path) -> None:
     (place / "breaking.py").write_text(BREAKS)
     with pytest.raises(trainer.Refusal, match="did you mean 'mlp'") as refused:
@@ -80,10 +77,6 @@ def test_a_refusal_is_an_exception_and_an_error_is_itself(place: Path) -> None:
     assert [frame.name for frame in traceback.extract_tb(refused.tb)][1:] == ["run"]
     with pytest.raises(trainer.Refusal, match=r"one text.*trainer\.run\(\['model=mlp', 'loop\.steps=3'\]\)"):
         trainer.run("model=mlp loop.steps=3")
-    with pytest.raises(trainer.Refusal, match=r"model\._target_: __main__\.Net is written in a notebook's cell"):
-        trainer.run([*WORDS, "model._target_=__main__.Net"])
-    with pytest.raises(trainer.Refusal, match="global_batch 101 / 2 data ranks"):
-        trainer.run([*WORDS, "loop.global_batch=101"], processes=2)
     with pytest.raises(KeyError, match="mine"):
         trainer.run([*WORDS, "model._target_=breaking.breaks", "trust=[breaking]"])
     # inside the loop, where ranks would wait for each other
@@ -190,6 +183,8 @@ def test_several_processes_give_back_what_the_first_has(
     assert two.metrics == pytest.approx(alone.metrics, abs=1e-6)
     for one, other in zip(alone.network.parameters(), two.network.parameters(), strict=True):
         assert torch.allclose(one, other, 0, 1e-5)
+    with pytest.raises(trainer.Refusal, match="global_batch 101 / 2 data ranks"):
+        trainer.run([*WORDS, "loop.global_batch=101"], processes=2)
     # one rank leaves in the middle: it says so itself, and the other is silent
     with pytest.raises(RuntimeError, match=r"left by sys\.exit\(3\), at .*own\.py:11, before the run was done"):
         trainer.run([*WORDS, *own, "+task.at=3", "run.name=left"], processes=2)
@@ -217,35 +212,31 @@ def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) ->
     spoken = [word for word in WORDS if word != "log=[]"]
     endless = (*spoken, "log=[console]", "processes=2", "loop.steps=1000000", "loop.eval_every=null")
     once = place / "runs" / "once"
-    command = Command(single(*endless, "run.name=once", "distributed.restarts=1"), place)
+    command = start([*endless, "run.name=once", "distributed.restarts=1"], place=place)
     command.wait_for_step(once, 1)
     # what is killed is started again, and then takes requests as before
     os.kill(command.rank(0), signal.SIGKILL)  # the rank that serves the store
     wait_for(lambda: status(once)["attempt"] == 2)
     os.kill(command.pid, signal.SIGINT)
     ended = command.end()
-    assert (ended.code, ended.left) == (75, []), ended.screen
+    assert (ended.code, ended.left) == (75, []), ended.out
     assert (status(once)["state"], status(once)["attempt"]) == ("preempted", 2)
-    (told,) = re.findall("^restart     from .*", ended.screen, re.MULTILINE)
+    (told,) = re.findall("^restart     from .*", ended.out, re.MULTILINE)
     assert "Another process of the run ended without a message: it was killed" in told
-    (last,) = ended.screen.splitlines()[-1:]
+    (last,) = ended.out.splitlines()[-1:]
     assert last.startswith("  python -m trainer ")
     assert "processes=2" in last
 
-    # what cannot be is one sentence, early and late
-    for wrong in ("loop.global_batch=101", "model=mpl"):
-        assert len(finish(single(*WORDS, "processes=2", wrong), place, code=2).splitlines()) == 1
-
     # a second request ends at once what will never get to its end
     (place / "lab.py").write_text(SLOW)
-    command = Command(single(*endless, "run.name=twice", "task._target_=lab.Slow", "trust=[lab]"), place)
+    command = start([*endless, "run.name=twice", "task._target_=lab.Slow", "trust=[lab]"], place=place)
     wait_for((place / "stepping").exists)
     os.kill(command.pid, signal.SIGINT)
     time.sleep(1)  # a terminal may deliver one Ctrl-C twice: only a later one is another
     os.kill(command.pid, signal.SIGINT)
     ended = command.end()
-    assert (ended.code, ended.left) == (1, []), ended.screen
-    assert "interrupted twice" in ended.screen.splitlines()[-1]
+    assert (ended.code, ended.left) == (1, []), ended.out
+    assert "interrupted twice" in ended.out.splitlines()[-1]
 
 
 def wait_for(what: Callable[[], bool]) -> None:
@@ -258,9 +249,10 @@ def wait_for(what: Callable[[], bool]) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.py", "points.py"])
-def test_the_examples_of_the_page_run(place: Path, name: str, processes: object) -> None:
+def test_the_examples_of_the_page_run(place: Path, name: str) -> None:
     code = dict(BLOCK.findall((DOCS / "python.md").read_text()))[name]
     assert len([line for line in code.splitlines() if line]) <= 25
     (place / name).write_text(code)
-    screen = finish([sys.executable, name], place)
-    assert {"train.py": "completed 0.", "points.py": "[[1.0000, 1.0000"}[name] in screen
+    ended = Command([sys.executable, name], place).end()
+    assert (ended.code, ended.left) == (0, []), ended.out
+    assert {"train.py": "completed 0.", "points.py": "[[1.0000, 1.0000"}[name] in ended.out

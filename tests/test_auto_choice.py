@@ -4,88 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.commands import curve, far, finish, single, torchrun
-from tests.warm import ROOT
-from trainer.jobs.auto_choice import _read_plan
+import trainer
+from tests.run import ROOT, Command, curve, far, run
 from trainer.jobs.plan.choice import LATE, choose_row
-from trainer.jobs.run_parts import AutoChoice
-from trainer.messages import Refusal
 
 MIB = 2**20
 
 
-def row(words, peak):
-    """A row of plan.json."""
-    return {
-        "words": words,
-        "strategy": words.split()[0].removeprefix("strategy="),
-        "processes": 4,
-        "when": "backward",
-        "peak": peak * MIB,
-        "step_s": None,
-        "fits": peak <= 1000,
-        "advice": "more processes",
-    }
+def test_the_simplest_that_leaves_memory_is_chosen_and_what_was_not_tried_is_not_said_to_be_too_large():
+    def row(name, peak):
+        words, fits = f"strategy={name}", peak <= 1000
+        return {"words": words, "strategy": name, "processes": 4, "when": "backward", "peak": peak * MIB, "fits": fits}
 
+    def chosen(*rows, **refused):
+        choice = choose_row([{**one, "step_s": None, "advice": ""} for one in rows], refused, 1000 * MIB, 0.2)
+        return choice.chosen["strategy"], choice.reason
 
-def plan(*rows, refused=()):
-    """A plan for four devices of 1,000 MiB each."""
-    return {"free": 1000 * MIB, "spare": 0.2, "rows": list(rows), "refused": dict(refused)}
-
-
-def test_the_simplest_that_leaves_memory_is_chosen_and_the_second_is_named():
-    rows = row("strategy=ddp", 900), row("strategy=fsdp", 300), row("strategy=zero1", 700)
-    choice = _read_plan(plan(*rows), ["strategy"])
-    assert choice.overrides == ["strategy=fsdp"]
-    assert choice.reason == "fsdp (300 MiB), of 1,000 MiB a process, as planned; second: zero1 (700 MiB)"
-    assert choice.planned == {"peak": 300 * MIB}
-    timed = {**rows[1], "step_s": 0.012}
-    assert _read_plan(plan(timed), ["strategy"]).reason.startswith("fsdp (300 MiB, about 12 ms a step), of ")
-    # copies of all need the least talking
-    small = row("strategy=ddp", 700)
-    assert _read_plan(plan(small, *rows[1:]), ["strategy"]).overrides == ["strategy=ddp"]
-    # less than wanted is left by all that fit
-    (tight,) = plan(rows[0])["rows"]
-    assert "less than 20 % of it is left" in _read_plan(plan(tight), ["strategy"]).reason
-
-
-def test_another_global_batch_is_not_chosen():
-    rows = (
-        row("strategy=ddp loop.global_batch=132", 100),
-        row("strategy=fsdp strategy.reshard_after_forward=false", 300),
-    )
-    assert _read_plan(plan(*rows), ["strategy"]).overrides[1] == "strategy.reshard_after_forward=false"
-
-
-def test_a_run_that_has_begun_keeps_its_strategy_while_it_fits():
-    before = AutoChoice(["strategy=fsdp"], "", 2)
-    ddp, fsdp = row("strategy=ddp", 700), row("strategy=fsdp", 300)
-    kept = _read_plan(plan(ddp, fsdp), ["strategy"], before)
-    assert (kept.overrides, kept.processes) == (["strategy=fsdp"], 4)
-    assert "began with it" in kept.reason
-    large = row("strategy=fsdp", 1300)
-    assert _read_plan(plan(ddp, large), ["strategy"], before).overrides == ["strategy=ddp"]
-
-
-def test_where_nothing_fits_the_nearest_is_named():
-    with pytest.raises(Refusal, match=r"strategy=auto: nothing fits into 1,000 MiB a process; nearest: fsdp \(1,200"):
-        _read_plan(plan(row("strategy=ddp", 4000), row("strategy=fsdp", 1200)), ["strategy"])
-
-
-def test_a_plan_without_rows_says_nothing_of_memory():
-    with pytest.raises(Refusal, match="is not known, as no strategy could be planned"):
-        choose_row([], {}, 2**30, 0.2)
-
-
-def test_what_there_was_no_time_to_try_is_not_said_to_be_too_large():
-    refused = {"strategy=fsdp": LATE, "strategy=cp": "it cannot be trained on stretches"}
-    with pytest.raises(Refusal, match=r"nothing that was tried fits .* no time to try fsdp, which may fit"):
-        _read_plan(plan(row("strategy=ddp", 4000), refused=refused), ["strategy"])
+    found, reason = chosen(row("ddp", 900), row("fsdp", 300), row("zero1", 700))
+    assert (found, "second: zero1 (700 MiB)" in reason) == ("fsdp", True)
+    assert chosen(row("ddp", 700), row("fsdp", 300))[0] == "ddp"  # copies of all need the least talking
+    assert "less than 20 % of it is left" in chosen(row("ddp", 900))[1]
+    with pytest.raises(trainer.Refusal, match=r"nothing fits into 1,000 MiB a process; nearest: fsdp \(1,200"):
+        chosen(row("ddp", 4000), row("fsdp", 1200))
+    with pytest.raises(trainer.Refusal, match=r"no time to try fsdp, which may fit"):
+        chosen(row("ddp", 4000), **{"strategy=fsdp": LATE})
 
 
 @pytest.fixture
@@ -101,12 +49,14 @@ def capped(tmp_path):
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
 
-    def run(limit: int, words: list[str], code: int = 0) -> str:
+    def run_capped(limit: int, words: list[str]) -> str:
         (group / kinds[place]).write_text(str(limit))
         script = f'echo $$ > {group}/cgroup.procs; exec "$0" "$@"'
-        return finish(["sh", "-c", script, *single(*words)], tmp_path, code)
+        ended = Command(["sh", "-c", script, sys.executable, "-m", "trainer", *words], tmp_path).end()
+        assert (ended.code, ended.left) == (0, []), ended.out
+        return ended.out
 
-    yield run
+    yield run_capped
     group.rmdir()
 
 
@@ -150,7 +100,8 @@ def test_a_resume_keeps_what_was_chosen_unless_it_no_longer_fits(capped, tmp_pat
     # with memory enough, as it is now
     capped(2**34, [*words, "loop.steps=4"])
     assert environment(tmp_path)["strategy"] == smaller
-    finish(single(*words, "loop.steps=5", "run.resume=fresh", "processes=1"), tmp_path)
+    words = [word for word in words if word != "processes=2"]
+    run([*words, "loop.steps=5", "run.resume=fresh"], place=tmp_path)
     assert environment(tmp_path)["strategy"] == "single"
 
 
@@ -193,18 +144,12 @@ def test_the_rank_with_the_least_memory_decides_for_all_and_one_that_runs_out_en
     keys = (ROOT / "conf/data/digits.yaml").read_text().replace("recipes.vision.digits.Digits", "lab.crowded.Crowded")
     (lab / "conf/data/crowded.yaml").write_text(f"{keys}\nspare: 1800\n")
     words = [*SLICED, "--config-dir", "lab/conf", "data=crowded", "strategy=ddp", "loop.steps=2", "run.name=crowded"]
-    finish(torchrun(2, *words), tmp_path)
+    run(words, 2, "process", place=tmp_path)
     config = yaml.safe_load((tmp_path / "runs/crowded/config.yaml").read_text())
     assert config["loop"]["micro_batch"] < 256
     # by a number that is too large this rank runs out in the middle of a step: nobody waits for it
     words = [word for word in words if not word.startswith(("loop.micro_batch=", "run.name="))]
-    screen = finish(torchrun(2, *words, "data.spare=300", "loop.micro_batch=256", "run.name=out"), tmp_path, code=1)
+    words += ["data.spare=300", "loop.micro_batch=256", "run.name=out"]
+    screen = run(words, 2, "process", place=tmp_path, code=1).out
     assert "The device's memory ran out" in screen
     assert "Try loop." in screen
-
-
-@pytest.mark.long
-def test_where_not_even_one_sample_fits_the_run_is_refused(capped, tmp_path):
-    screen = capped(820 * MIB, [*SLICED, "strategy=single", "loop.steps=2"], code=2)
-    assert "loop.micro_batch=auto: nothing fits into " in screen
-    assert "nearest: loop.micro_batch=1 (" in screen

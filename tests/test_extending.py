@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import csv
-import io
 import re
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import curve, far, lines
-from tests.inside import product
-from tests.processes import Processes
-from trainer.launch.rendezvous import Launch
-from trainer.messages import NotFinite, Refusal
+from tests.ranks import Processes
+from tests.run import ROOT, Finished, curve, far, lines, run
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 WAVES = ("--config-dir", "lab/conf", "experiment=waves", "loop.log_every=1")
 # a paragraph that begins with a file's name, and the block of code behind it
 FILE = re.compile(r"^`(lab/[\w/.]+)`[^\n]*\n(?:[^\n]+\n)*\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,17 +31,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def train(launch: Launch, home: Path, *words: str) -> Any:
-    """The exit code of this command in the lab's folder, or the text of what is refused."""
-    sys.path.insert(0, str(home))
-    try:
-        return product(launch, home, [*WAVES, *words])
-    except Refusal as refusal:
-        return str(refusal)
-    finally:
-        sys.path.remove(str(home))
-        for name in [name for name in sys.modules if name.split(".")[0] == "lab"]:  # other tests have other labs
-            del sys.modules[name]
+def train(home: Path, *words: str, ranks: int = 1, code: int = 0) -> Finished:
+    return run([*WAVES, *words], ranks, "group" if ranks > 1 else "here", place=home, code=code)
 
 
 @pytest.mark.long
@@ -57,7 +41,7 @@ def test_the_lab_ends_with_the_figure_that_the_page_names(home: Path, processes:
     assert said is not None
     for size, word in ((1, "single"), (2, "ddp"), (2, "tp")):
         seldom = ["loop.save_every=null", "loop.eval_every=null", "loop.log_every=null"]
-        assert processes.run(size, train, home, f"run.dir={word}", f"strategy={word}", *seldom) == [0] * size
+        train(home, f"run.dir={word}", f"strategy={word}", *seldom, ranks=size)
         last = lines(home / word, "eval")[-1]
         # signs of gradients blow rounding up, and kinds of processors round in other ways
         assert (last["step"], last["rms"]) == (300, pytest.approx(float(said[1]), rel=0.05))
@@ -67,9 +51,9 @@ BRIEF = ("schedule=constant", "loop.epochs=null")
 
 
 def test_a_sink_of_a_lab_is_cut_back_when_a_run_goes_on(home: Path) -> None:
-    run = ["run.dir=table", "log=[table]", *BRIEF]
+    words = ["run.dir=table", "log=[table]", *BRIEF]
     for steps in (4, 6):
-        assert train(Launch(), home, *run, f"loop.steps={steps}") == 0
+        train(home, *words, f"loop.steps={steps}")
     rows = list(csv.DictReader((home / "table" / "train.csv").read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [float(row["loss"]) for row in rows] == curve(home / "table")
@@ -83,7 +67,7 @@ def test_a_mean_that_is_weighted_by_class_is_the_same_however_a_batch_is_divided
     words = ["experiment=null", "data=digits", "model=mlp", "task=weighted", weights, "precision=fp64", "loop.steps=4"]
     ways = {"whole": (1, []), "micro": (1, ["loop.micro_batches=4"]), "ddp": (2, ["strategy=ddp"])}
     for name, (size, own) in ways.items():
-        assert processes.run(size, train, home, *words, *own, f"run.dir=weighted_{name}") == [0] * size
+        train(home, *words, *own, f"run.dir=weighted_{name}", ranks=size)
         assert far(curve(home / f"weighted_{name}"), curve(home / "weighted_whole")) < 1e-12
         found, whole = (lines(home / f"weighted_{each}", "eval")[-1] for each in (name, "whole"))
         assert (found["accuracy"], found["loss"]) == (whole["accuracy"], pytest.approx(whole["loss"]))
@@ -110,8 +94,8 @@ def test_gradients_of_another_layout_are_no_silent_nonsense(home: Path) -> None:
     (home / "lab" / "conf" / "strategy" / "turned.yaml").write_text("_target_: lab.turned.Turned\n")
     # fused optimizers read memory, not indices: with these gradients the cnn of the digits learned something else
     words = ["experiment=null", "model=cnn", "strategy=turned", "loop.steps=1", "run.dir=turned"]
-    with pytest.raises(RuntimeError, match=r"gradient of .*weight.*torch.empty_like\(parameter\)"):
-        assert train(Launch(), home, *words) == 0
+    said = train(home, *words, code=1).out
+    assert re.search(r"gradient of .*weight.*torch.empty_like\(parameter\)", said), said
 
 
 GAPS = """
@@ -141,21 +125,14 @@ def test_a_weight_with_gaps_in_memory_is_none_of_them(home: Path) -> None:
         "run.dir=gaps",
         "optimizer.fused=false",
     ]
-    assert train(Launch(), home, *words) == 0
+    train(home, *words)
 
 
-def test_a_job_of_a_lab_opens_a_trained_run(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert train(Launch(), home, "run.dir=normed", *BRIEF, "loop.steps=4") == 0
-    capfd.readouterr()
+def test_a_job_of_a_lab_opens_a_trained_run(home: Path, processes: Processes) -> None:
+    train(home, "run.dir=normed", *BRIEF, "loop.steps=4")
     words = ["--config-dir", "lab/conf", "run.dir=normed", "job=norms", "job.top=3"]
-    sys.path.insert(0, str(home))
-    try:
-        assert product(Launch(), home, words) == 0
-        first, *rows = capfd.readouterr().out.splitlines()
-        with pytest.raises(Refusal, match="one process reads the checkpoint"):
-            product(Launch(0, 2, 0, 2, address="127.0.0.1:1"), home, words)
-    finally:
-        sys.path.remove(str(home))
+    first, *rows = run(words, place=home).out.splitlines()
+    assert "one process reads the checkpoint" in run(words, 2, "group", place=home, code=2).out
     assert first == "checkpoint  step 4"
     (file,) = (home / "normed" / "checkpoints" / "step-00000004").glob("*-model-00001-of-*.safetensors")
     norms = {name: float(weight.norm()) for name, weight in load_file(file).items()}
@@ -165,7 +142,7 @@ def test_a_job_of_a_lab_opens_a_trained_run(home: Path, capfd: pytest.CaptureFix
 
 def test_a_schedule_of_a_lab_decides_the_rate(home: Path) -> None:
     words = ["loop.epochs=null", "schedule=teeth", "schedule.length=4", "schedule.warmup=2", "loop.steps=6"]
-    assert train(Launch(), home, "run.dir=teeth", *words) == 0
+    train(home, "run.dir=teeth", *words)
     factors = [0.5, 1, 0.55, 0.325, 1, 0.775]
     assert curve(home / "teeth", "lr") == pytest.approx([1e-3 * factor for factor in factors])
 
@@ -190,7 +167,7 @@ def test_the_first_strategy_of_the_page_steps_by_signs_and_hides_no_nan(home: Pa
     plain = ("momentum=0", "nesterov=false", "weight_decay=0", "lr=0.5")
     sgd = ["optimizer=sgd", *(f"optimizer.{word}" for word in plain)]
     words = ["strategy=majority", *sgd, *BRIEF, "loop.steps=2"]
-    assert train(Launch(), home, "run.dir=signs", *words, "loop.save_every=1") == 0
+    train(home, "run.dir=signs", *words, "loop.save_every=1")
     kept = sorted((home / "signs" / "checkpoints").glob("step-*"))
     before, after = ({k: x for file in at.glob("*.safetensors") for k, x in load_file(file).items()} for at in kept)
     moved = [(after[name] - before[name]) * 2 for name in before if name.endswith(("weight", "bias"))]
@@ -199,8 +176,9 @@ def test_the_first_strategy_of_the_page_steps_by_signs_and_hides_no_nan(home: Pa
     assert all(tensor.any() for tensor in moved)
 
     (home / "lab" / "breaking.py").write_text(BREAKING)
-    with pytest.raises(NotFinite, match=r"step 1: the norm of the gradient is nan, and every loss is finite"):
-        train(Launch(), home, "run.dir=broken", *words, "loop.max_norm=1", "task._target_=lab.breaking.Breaking")
+    broken = [*words, "loop.max_norm=1", "task._target_=lab.breaking.Breaking"]
+    said = train(home, "run.dir=broken", *broken, code=1).out
+    assert "step 1: the norm of the gradient is nan, and every loss is finite" in said
 
 
 def stored(folder: Path) -> list[str]:
@@ -212,8 +190,7 @@ def stored(folder: Path) -> list[str]:
 @pytest.mark.long
 def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, processes: Processes) -> None:
     def two(name: str, strategy: str, *words: str) -> Path:
-        assert processes.run(2, train, home, f"run.dir={name}", f"strategy={strategy}", *words) == [0, 0]
-        return home / name
+        return train(home, f"run.dir={name}", f"strategy={strategy}", *words, ranks=2).folder
 
     averaged = two("averaged", "ddp", *PLAIN)
     averaging = ("strategy.outer_lr=1", "strategy.outer_momentum=0")
@@ -232,7 +209,7 @@ def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, 
     # they do not learn, they find the same figures
     still = ["run.resume=parts", "optimizer.lr=0", "run.accept_changes=true", *BRIEF, "optimizer=adamw", "loop.steps=7"]
     for strategy in ("single", "diloco"):
-        assert train(Launch(), home, f"run.dir=still-{strategy}", f"strategy={strategy}", *still) == 0
+        train(home, f"run.dir=still-{strategy}", f"strategy={strategy}", *still)
         found = lines(home / f"still-{strategy}", "eval")[-1]
         kept = {name for name in stored(home / f"still-{strategy}") if name.startswith("strategy/")}
         assert {name.split("/")[2] for name in kept} == (set() if strategy == "single" else {"0of1", "all"})
@@ -244,25 +221,15 @@ def test_a_strategy_of_a_lab_keeps_the_contract_that_the_page_names(home: Path, 
     assert lines(parts, "eval")[-1] == lines(whole, "eval")[-1]
 
 
-def verified(launch: Launch, home: Path, *words: str) -> tuple[Any, str]:
-    """The exit code of `job=verify` with these words, and what it says."""
-    with redirect_stdout(io.StringIO()) as said:
-        code = train(launch, home, "job=verify", *words)
-    return code, said.getvalue()
-
-
 @pytest.mark.long
 def test_a_curve_of_its_own_is_not_called_the_same(home: Path, processes: Processes) -> None:
-    file = home / "reference.safetensors"
-    assert processes.run(1, verified, home, "run.dir=recorded", f"job.record={file}") == [(0, "")]
-    own = ["run.dir=verified", f"job.reference={file}", "strategy=diloco", "strategy.every=2"]
-    (code, said), other = processes.run(2, verified, home, *own)
-    assert (code, other) == (0, (0, ""))
+    train(home, "job=verify", "run.dir=recorded", "job.record=reference.safetensors")
+    own = ["run.dir=verified", "job.reference=reference.safetensors", "strategy=diloco", "strategy.every=2"]
+    said = train(home, "job=verify", *own, ranks=2).out
     assert said.startswith("OWN CURVE: diloco on 2, on purpose; initial values, samples, forward and loss of step 1 ")
     assert "First other at step 1, gradient, " in said
 
 
-@pytest.mark.long
 def test_what_a_strategy_of_a_lab_refuses_leaves_nothing(home: Path) -> None:
     for words, said in (
         (["strategy.every=0"], "the first is 1 or more"),
@@ -270,7 +237,7 @@ def test_what_a_strategy_of_a_lab_refuses_leaves_nothing(home: Path) -> None:
         (["strategy.every=4", "ema.decay=0.9", "ema.every=6"], "ema.every must be a multiple of strategy.every=4"),
         (["loop.on_nonfinite=skip"], "skip steps of its own"),
     ):
-        assert said in train(Launch(), home, "run.dir=none", "strategy=diloco", *words)
+        assert said in train(home, "run.dir=none", "strategy=diloco", *words, code=2).out
     assert not (home / "none").exists()
     both = ["strategy.every=4", "ema.decay=0.9", "ema.every=8", *BRIEF, "loop.steps=1"]
-    assert train(Launch(), home, "run.dir=both", "strategy=diloco", *both) == 0
+    train(home, "run.dir=both", "strategy=diloco", *both)

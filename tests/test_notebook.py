@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import PATIENCE, SMALL, Command, status
+from tests.run import PATIENCE, SMALL, Command, status
 from tests.test_api import BLOCK, DOCS
 
 pytest.importorskip("ipykernel", reason="a notebook needs ipykernel: pip install -e '.[test]'")
@@ -86,8 +86,8 @@ class Notebook:
         self.client.shutdown()
         ended = self.kernel.end()
         self.client.stop_channels()
-        assert (ended.code, ended.left) == (0, []), ended.screen
-        return ended.screen
+        assert (ended.code, ended.left) == (0, []), ended.out
+        return ended.out
 
 
 @pytest.fixture(scope="module")

@@ -13,30 +13,37 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes.vision.augment import Augment
 from recipes.vision.digits import Digits
-from recipes.vision.mlp import MLP
-from tests.inside import here, product
-from tests.quick import quickly
-from tests.recipes.test_folder import picture
-from trainer.jobs.export import Program, write_huggingface
-from trainer.launch.rendezvous import Launch
-from trainer.messages import Refusal
+from tests.run import ROOT, quickly, run
 
-PAGE = (Path(__file__).parents[1] / "docs" / "jobs.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
 CLASSES = ("ant", "bee", "cat")
 WORDS = ("data=imagefolder", "data.root=photos", "data.image_size=16", "data.held_out=0.5", "model=cnn")
 SHORT = ("loop.epochs=4", "loop.global_batch=6", "optimizer.lr=0.01")
 LAB = """
+import torch
 from recipes.vision.digits import Digits
 
 class Brighter(Digits):
     def augment(self, inputs, targets, random, training):
         inputs, targets = super().augment(inputs, targets, random, training)
         return inputs + 1, targets
+
+class Sums(torch.nn.Linear):
+    def __init__(self, num_classes: int):
+        super().__init__(64, num_classes)
+    def forward(self, images):
+        return super().forward(images.flatten(1)) * float(images.sum() > 0)
 """
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Noise in large patches, which JPEG keeps."""
+    patches = torch.randint(0, 256, (6, 6, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(patches.numpy()).resize((width, height))
 
 
 def photos(root: Path) -> None:
@@ -64,8 +71,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("colour", ()),
         ("grey", ("data.channels=1", "data.augment.mean=[0.4]", "data.augment.std=[0.2]")),
     ):
-        assert product(Launch(), place, [*WORDS, *SHORT, *channels, f"run.dir={name}"]) == 0
-        assert product(Launch(), place, [f"run.dir={name}", "job=predict"]) == 0
+        run([*WORDS, *SHORT, *channels, f"run.dir={name}"], place=place)
+        run([f"run.dir={name}", "job=predict"], place=place)
     return place
 
 
@@ -80,7 +87,7 @@ def answers(run: Path) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", quickly(["colour", "grey"], "colour"))
 def test_the_ten_lines_of_the_page_say_what_the_evaluation_says(place: Path, name: str) -> None:
-    assert product(Launch(), place, [f"run.dir={name}", "job=export", "job.format=pt2", "job.prepared=true"]) == 0
+    run([f"run.dir={name}", "job=export", "job.format=pt2", "job.prepared=true"], place=place)
     (lines,) = re.findall(r"```python\n# classify.py\n(.+?)```", PAGE, re.DOTALL)
     assert len(lines.splitlines()) <= 14
     watched = f"{lines}\nprint(*(name for name in ('trainer', 'recipes') if name in sys.modules))\n"
@@ -107,7 +114,7 @@ def opened(path: Path) -> Tensor:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["colour", "grey"])
 def test_its_answers_are_those_of_the_evaluation(place: Path, name: str) -> None:
-    assert product(Launch(), place, [f"run.dir={name}", "job=export", "job.format=pt2", "job.prepared=true"]) == 0
+    run([f"run.dir={name}", "job=export", "job.format=pt2", "job.prepared=true"], place=place)
     program = torch.export.load(place / name / "export" / "model.pt2").module()
     card = json.loads((place / name / "export" / "model.json").read_text())
     assert card["classes"] == list(CLASSES)
@@ -125,9 +132,7 @@ def test_other_runtimes_prepare_the_same(place: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     for form in ("pt2", "onnx"):
-        assert (
-            product(Launch(), place, ["run.dir=colour", "job=export", f"job.format={form}", "job.prepared=true"]) == 0
-        )
+        run(["run.dir=colour", "job=export", f"job.format={form}", "job.prepared=true"], place=place)
     program = torch.export.load(place / "colour" / "export" / "model.pt2").module()
     session = runtime.InferenceSession(place / "colour" / "export" / "model.onnx")
     (given,) = session.get_inputs()
@@ -137,62 +142,33 @@ def test_other_runtimes_prepare_the_same(place: Path) -> None:
         assert torch.allclose(torch.from_numpy(shares), program(images), 0, 1e-5)
 
 
-def test_pictures_of_a_set_in_memory_are_prepared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert here("model=mlp", "model.width=16", "loop.steps=4", "run.dir=run") == 0
-    assert here("run.dir=run", "job=predict") == 0
-    assert here("run.dir=run", "job=export", "job.format=pt2", "job.prepared=true") == 0
-    program = torch.export.load("run/export/model.pt2").module()
-    assert json.loads(Path("run/export/model.json").read_text())["classes"] == list("0123456789")
-    own = load_file("run/predict/predictions.safetensors")["output"].softmax(1)
+def test_pictures_of_a_set_in_memory_are_prepared_too(tmp_path: Path) -> None:
+    run(["model=mlp", "model.width=16", "loop.steps=4", "run.dir=run"], place=tmp_path)
+    run(["run.dir=run", "job=predict"], place=tmp_path)
+    run(["run.dir=run", "job=export", "job.format=pt2", "job.prepared=true"], place=tmp_path)
+    program = torch.export.load(tmp_path / "run/export/model.pt2").module()
+    assert json.loads((tmp_path / "run/export/model.json").read_text())["classes"] == list("0123456789")
+    own = load_file(tmp_path / "run/predict/predictions.safetensors")["output"].softmax(1)
     digits = Digits(Augment()).evaluation().images  # 16 is white
     images = (digits * (255 / 16)).round().byte().expand(-1, 3, -1, -1)
     assert float((program(images) - own).abs().max()) < 0.01  # of half a grey level of 255
 
 
-def test_what_cannot_be_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_prepared_or_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lab" / "conf").mkdir(parents=True)
     (tmp_path / "lab" / "data.py").write_text(LAB)
-    monkeypatch.syspath_prepend(tmp_path)
-    lab = ("--config-dir", "lab/conf")
-    small = ("model=mlp", "model.width=16", "loop.steps=1")
-    assert here(*lab, *small, "data._target_=lab.data.Brighter", "run.dir=lab-run") == 0
-    with pytest.raises(Refusal, match=r"Brighter does not say how it prepares .* preparation\(self\)"):
-        here(*lab, "run.dir=lab-run", "job=export", "job.format=pt2", "job.prepared=true")
-    with pytest.raises(Refusal, match=r"job.format=safetensors holds weights .* job.format=pt2 and onnx do"):
-        here(*lab, "run.dir=lab-run", "job=export", "job.prepared=true")
-    assert here(*lab, "run.dir=lab-run", "job=export", "job.format=pt2") == 0
-    assert json.loads(Path("lab-run/export/model.json").read_text())["input"] == "float32 (B, 1, 8, 8)"
-    monkeypatch.setattr(MLP, "forward", lambda self, images: images.nonzero()[int(images.sum())])
-    with pytest.raises(Refusal, match=r"torch cannot write MLP as a program: .*; job\.format=safetensors and pt hold"):
-        here(*lab, "run.dir=lab-run", "job=export", "job.format=pt2")
+    lab = ("--config-dir", "lab/conf", "run.dir=lab-run")
+    network = ("~model", "+model._target_=lab.data.Sums", "+model.num_classes=10", "loop.steps=1")
+    run([*lab, *network, "data._target_=lab.data.Brighter"], place=tmp_path)
 
+    def export(*words: str, code: int = 2) -> str:
+        return run([*lab, "job=export", *words], place=tmp_path, code=code).out
 
-class Paired(nn.Module):
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return batch["left"] - batch["right"]
-
-
-def test_a_network_of_one_dict_is_written_for_other_runtimes(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    sides = {"left": torch.ones(2, 3), "right": torch.zeros(2, 3)}
-    Program(Paired().eval(), (sides,), {}, "", "").save_onnx(tmp_path / "model.onnx")
-    assert (tmp_path / "model.onnx").stat().st_size > 0
-
-
-class Written(nn.Module):
-    """It writes its own folder, as networks of transformers do."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps({"architectures": ["ViTForImageClassification"]}))
-
-
-def test_a_folder_of_transformers_has_the_names_of_the_classes(tmp_path: Path) -> None:
-    write_huggingface(Written(), ["ant", "bee"], tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["id2label"], config["label2id"]) == ({"0": "ant", "1": "bee"}, {"ant": 0, "bee": 1})
-    with pytest.raises(
-        Refusal, match=r"Linear has no method save_pretrained\(self, folder\), as decoders and networks of"
-    ):
-        write_huggingface(nn.Linear(2, 2), [], tmp_path)
+    said = export("job.format=pt2", "job.prepared=true")
+    assert re.search(r"Brighter does not say how it prepares .* preparation\(self\)", said), said
+    said = export("job.prepared=true")
+    assert re.search(r"job.format=safetensors holds weights .* job.format=pt2 and onnx do", said), said
+    said = export("job.format=pt2")
+    assert re.search(r"torch cannot write Sums as a program: .*; job\.format=safetensors and pt hold", said), said
+    said = export("job.format=huggingface")
+    assert "Sums has no method save_pretrained(self, folder), as decoders and networks of" in said
