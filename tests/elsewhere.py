@@ -197,6 +197,12 @@ class Module:
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 
+    def get_rng_state_all(self) -> list[Tensor]:
+        return [torch.get_rng_state()]
+
+    def set_rng_state_all(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+
     def set_device(self, device: Any) -> None: ...
 
 

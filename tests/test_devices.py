@@ -41,9 +41,15 @@ def elsewhere(place: Path, kind: str, runs: Sequence[Sequence[str]], size: int =
     return json.loads(report.read_text())
 
 
-def not_setting_up(findings: Sequence[Any], last: int, first: int = 1) -> list[Any]:
-    """What was found in steps, evaluations and reading: not before the first step, which costs once, nor at the end."""
-    return [one for one in findings if first <= one[2] < last]
+def not_setting_up(findings: Sequence[Any], last: int, saved: Sequence[int] = ()) -> list[Any]:
+    """What was found in steps, evaluations and reading: not before the first step, which costs once, nor at the end.
+
+    saved: after which steps a save may wait twice, for the losses and the norms: are they finite?
+    """
+    found = [one for one in findings if 1 <= one[2] < last]
+    twice = [one for one in found if one[2] in saved and one[0] == "waiting copy"]
+    assert all(sum(one[2] == step for one in twice) <= 2 for step in saved), twice
+    return [one for one in found if one not in twice]
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +85,8 @@ def test_auto_takes_what_torch_finds_and_the_curve_is_that_of_the_cpu(
 
 
 def test_no_step_and_no_evaluation_waits_and_nothing_is_mixed_anywhere(ran: tuple[Path, list[dict[str, Any]]]) -> None:
-    for told, last in zip(ran[1], (5, 4, 3), strict=False):
-        assert not_setting_up(told["findings"], last) == []
+    for told, last, evaluated in zip(ran[1], (5, 4, 3), ((2, 4), (1, 3), ()), strict=False):
+        assert not_setting_up(told["findings"], last, evaluated) == []  # the best evaluation so far is saved
         assert {start for start, _ in told["copies"]} == {"cpu", "elsewhere"}  # batches; totals on their way back
     assert [one for told in ran[1] for one in told["findings"] if one[0] == "mixture"] == []
 
@@ -139,7 +145,7 @@ def test_several_processes_wait_no_more_than_one_and_offloading_does_not(tmp_pat
     for name, one in zip((*spread, "offload"), told, strict=True):
         assert one["code"] == 0, one
         # before anything is learned tensor ranks compare gradients, and torch's schedule takes a vote
-        assert not_setting_up(one["findings"], 4) == []
+        assert not_setting_up(one["findings"], 4, [2]) == []
         assert curve(tmp_path / name) == pytest.approx(alone.curve(), rel=1e-5)
     assert curve(tmp_path / "offload", "loss_hex") == alone.curve("loss_hex")
     sent = [start for start, step in told[-1]["copies"] if start == "elsewhere" and step in (1, 2)]
@@ -206,10 +212,10 @@ def test_processes_that_would_share_a_device_are_refused(processes, seen, said):
 
 @pytest.mark.gpu
 def test_on_a_gpu_no_step_and_no_evaluation_waits_or_mixes(tmp_path: Path) -> None:
-    for steps, last in ((5, 5), (9, 4)):  # the second one goes on
+    for steps, last, evaluated in ((5, 5, (2, 4)), (9, 4, (1, 3))):  # the second one goes on
         with Watch() as watch:
             run([*RUN, "run.dir=there", f"loop.steps={steps}", "device=cuda", "precision=fp32"], place=tmp_path)
-        assert not_setting_up(watch.findings, last) == []
+        assert not_setting_up(watch.findings, last, evaluated) == []
         assert {start for start, _ in watch.copies} == {"cpu", "cuda"}
     here = run([*RUN, "run.dir=here", "loop.steps=9"], place=tmp_path)
     assert curve(tmp_path / "there") == pytest.approx(here.curve(), rel=1e-3)

@@ -105,7 +105,7 @@ def starts(place: Path) -> list[int]:
         ("model=glob(*,exclude=[a*,r*,t*,v*,g*,l*,h*,d*,mi*,mo*])", ["0_model=cnn", "1_model=mlp"]),
         ("data.file=/a,/b", ["0_data.file=_a", "1_data.file=_b"]),  # names are those of folders
         ("hydra.mode=MULTIRUN hydra/launcher=basic seed=1,2", ["0_seed=1", "1_seed=2"]),
-        ("--config-dir=lab model=unet experiment=grid seed=7", ["0_model.width=4", "1_model.width=8"]),
+        ("--config-dir=conf model=unet experiment=grid seed=7", ["0_model.width=4", "1_model.width=8"]),
     ],
 )
 def test_folders_are_named_by_what_differs(place: Path, words: str, found: list[str]) -> None:
@@ -113,8 +113,8 @@ def test_folders_are_named_by_what_differs(place: Path, words: str, found: list[
         "model/unet": "_target_: lab.net.Net\nwidth: 8\n",
         "experiment/grid": "# @package _global_\nhydra: {sweeper: {params: {model.width: '4,8', seed: 'range(2)'}}}\n",
     }.items():
-        (place / "lab" / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / "lab" / f"{name}.yaml").write_text(text)
+        (place / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "conf" / f"{name}.yaml").write_text(text)
     sweep(*words.split())
     assert sorted(path.parent.name for path in place.glob("runs/all/*/starts")) == found
 
