@@ -337,7 +337,7 @@ def trained(launch: Launch, wide: bool, runs: list[list[str]]) -> list[dict[str,
         with (
             patch("torch.accelerator.current_stream", module.current_stream),
             patch("torch.Stream", module.Stream),
-            patch("trainer.parallel.activation_offload.MIN_BYTES", 0),  # where a run offloads, all of it
+            patch("trainer.parallel.activation_offload.HostCopies.min_bytes", 0),  # where a run offloads, all of it
             Elsewhere(wide),
             Watch() as watch,
         ):
