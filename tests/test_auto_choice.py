@@ -24,7 +24,7 @@ def test_the_simplest_that_leaves_memory_is_chosen_and_what_was_not_tried_is_not
 
     def chosen(*rows, **refused):
         choice = choose_row([{**one, "step_s": None, "advice": ""} for one in rows], refused, 1000 * MIB, 0.2)
-        return choice.chosen["strategy"], choice.reason
+        return choice.row["strategy"], choice.reason
 
     found, reason = chosen(row("ddp", 900), row("fsdp", 300), row("zero1", 700))
     assert (found, "second: zero1 (700 MiB)" in reason) == ("fsdp", True)

@@ -70,7 +70,7 @@ def last(folder: Path) -> dict[str, Any]:
 
 def seen_by_the_network() -> torch.Tensor:
     """All inputs of the evaluation set."""
-    digits = Digits(Augment(rotate=10.0, scale=0.1, shear=0.1, shift=0.5, mean=[0.305], std=[0.376], full_scale=16.0))
+    digits = Digits(Augment(rotate=10.0, scale=0.1, shear=0.1, shift=0.5, mean=(0.305,), std=(0.376,), full_scale=16.0))
     found = digits.evaluation()
     return digits.augment(found.images, found.labels, None, training=False)[0]
 

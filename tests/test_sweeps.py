@@ -248,7 +248,7 @@ def test_processes_that_are_to_meet_at_a_place_of_their_own_are_refused_too(plac
 
 
 def outcome(
-    number: int, best: float | None, figure: str | None = "accuracy", loss: float = 0, **values: str
+    number: int, best: float | None, figure: str | None = "accuracy", loss: float = 0, **values: Any
 ) -> Outcome:
     state = "failed" if best is None else "completed"
     named = ",".join(f"{key}={value}" for key, value in values.items())
