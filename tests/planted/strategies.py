@@ -24,11 +24,11 @@ _Base: Any = ParallelModel  # of the class that is made wrong, whatever it is
 
 def mistake(option: str) -> Callable[[Any], Any]:
     """Makes a strategy of a class of methods: one of conf/strategy, whose model has these."""
-    kind: Any = resolve_name(OmegaConf.load(CONF / f"{option}.yaml")["_target_"])
+    kind: Any = resolve_name(OmegaConf.select(OmegaConf.load(CONF / f"{option}.yaml"), "_target_"))
 
     def wrong(methods: Any) -> Any:
         @dataclass
-        class Wrong(kind):  # type: ignore[misc]
+        class Wrong(kind):
             def build(self, task: Any, network: Any, example: Any) -> Any:
                 model = super().build(task, network, example)
                 model.__class__ = type("WrongModel", (methods, type(model)), {})
