@@ -249,7 +249,7 @@ def test_a_run_clips_decays_and_steps_as_a_loop_by_hand(
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
     spared = [p for p in learning if p.dim() < 2 and "optimizer.decay=all" not in words]
     groups = [{"params": [p for p in learning if not any(p is one for one in spared)]}]
-    groups += [{"params": spared, "weight_decay": 0.0}]  # type: ignore[list-item, dict-item]
+    groups += [{"params": spared, "weight_decay": 0.0}]  # type: ignore[dict-item]
     optimizer = getattr(torch.optim, kind)([group for group in groups if group["params"]], lr=0.01, **own)
     norms = []
     for _ in range(4):
