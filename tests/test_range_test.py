@@ -80,7 +80,7 @@ def test_what_cannot_be_tested_is_refused(tmp_path: Path, words: str, said: str)
 
 def rows(said: str) -> list[list[str]]:
     """Rate and loss of the table, up to the rate that is suggested: behind it small differences become large ones."""
-    (rate,) = re.findall(r"^suggestion  optimizer.lr=(\S+)", said, re.MULTILINE)
+    (rate,) = re.findall(r"^suggestion  optimizer.lr=([\d.e+-]+)", said, re.MULTILINE)
     table = [line.split() for line in re.findall(r"^  (\d\.\d\de[+-]\d\d +\S+)$", said, re.MULTILINE)]
     return [row for row in table if float(row[0]) <= float(rate)] + [[rate]]
 

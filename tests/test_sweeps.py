@@ -26,7 +26,7 @@ RUN = """
 import json, math, os, signal, sys, time
 from pathlib import Path
 
-words = dict(word.split("=", 1) for word in sys.argv[1:])
+words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
 folder = Path(words["run.dir"].strip("'"))
 seed, lr = int(words.get("seed", 0)), float(words.get("optimizer.lr", 0.1))
 print("a run speaks", flush=True)
