@@ -65,11 +65,11 @@ FROZEN = bytes_of(Net().up) + bytes_of(Net().down)
 FREEZE = "+model.freeze=[up,down]"
 
 
-@pytest.mark.parametrize("words", quickly(["strategy=ddp", "strategy=zero1"]))
+@pytest.mark.parametrize("words", ["strategy=ddp", "strategy=zero1"])
 def test_four_micro_batches_send_what_one_sends_every_gradient_once(train: Train, words: str) -> None:
     one, four = (travels(train, f"{words} loop.micro_batches={n}", 2, task=Weighted) for n in (1, 4))
     assert one == four
-    assert total(one, "reduce") - total(one, "broadcast") in (WHOLE, 8)  # a byte for each gradient: has any rank one?
+    assert WHOLE <= total(one, "reduce") < WHOLE + 100  # and sums of weights
     assert total(one, "broadcast") == (WHOLE if "zero1" in words else 0)
 
 
@@ -262,7 +262,9 @@ def test_a_step_sends_the_bytes_that_are_planned_and_that_its_algorithm_needs(
     own = [f"strategy={strategies}", "job.strategies=[own]"] if isinstance(strategies, str) else []
     asked = " ".join(own) or f"job.strategies=[{','.join(strategies)}]"
     words = [*common, "job=plan", "run.dir=plan", f"job.processes=[{ranks}]", "job.seconds=600", *asked.split()]
-    facts = json.loads((run(words, place=tmp_path).folder / "plan/plan.json").read_text())
+    facts = json.loads(
+        (run([*words, "device=cpu", "log=[]"], 1, "process", place=tmp_path).folder / "plan/plan.json").read_text()
+    )
     rows: dict[Any, Any] = {row["words"].removeprefix("strategy=") or strategies: row for row in facts["rows"]}
     assert isinstance(strategies, str) or {row["strategy"] for row in rows.values()} == {*strategies}
     if network == DECODER:
