@@ -64,9 +64,10 @@ HEALTHY: dict[str, tuple[list[str], list[tuple[int, str]]]] = {
             (2, "strategy=tp"),
             (2, f"strategy=pp strategy.schedule=Interleaved1F1B {MICRO}"),
             (4, "strategy=fsdp_tp"),
+            (4, f"strategy=ddp_pp {MICRO}"),
         ],
     ),
-    "decoder": ([*GPT, "precision=bf16"], [(2, "strategy=cp"), (4, f"strategy=ddp_pp {MICRO}")]),
+    "decoder": ([*GPT, "precision=bf16"], [(2, "strategy=cp")]),
     "images": (
         [*IMAGES, "loop.global_batch=8", "strategy.sync_bn=true"],
         [(2, "strategy=ddp"), (4, "strategy=hsdp")],
