@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -239,3 +240,50 @@ def test_a_typo_is_refused_before_torch_is_paid_for(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'torchvision', 'tensorboard'}} & set(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True)
     assert (process.returncode, process.stdout) == (0, "[]\n"), process.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ the tests
+
+TESTS = sorted((CHECKOUT / "tests").rglob("*.py"))
+MOST_WIDER, MOST_PATCHES = 15, 40
+# Files that need more than one module of the inside, and why.
+WIDER = {
+    "tests/run.py": "the one that runs the product inside of this process",
+    "tests/test_devices.py": "what each strategy asks of an accelerator",
+    "tests/test_saver.py": "ranks that are forked and killed in a save need a group of their own",
+}
+
+
+def inside(path: Path) -> set[str]:
+    """The modules of trainer/ that a file imports, but for the public names and those that docs/reference.md lists."""
+    page = (CHECKOUT / "docs/reference.md").read_text()
+    where = re.findall(
+        r"^## (\w+)\n\n(?:`from (trainer[\w.]*) import|Defined in `(trainer[\w.]+)`)", page, re.MULTILINE
+    )
+    public = {f"{module or home}.{name}" for name, module, home in where}
+    public |= {f"trainer.{name}" for name in ("__version__", "api", "api.run", "api.Result")}
+    deeper = {name for name in imports(path) if starts(name, "trainer") and name != "trainer" and name not in public}
+    return {
+        name if (CHECKOUT / (name.replace(".", "/") + ".py")).is_file() else name.rpartition(".")[0] for name in deeper
+    }
+
+
+def test_a_test_imports_the_public_face_and_at_most_the_module_that_it_is_named_for() -> None:
+    wider = {str(path.relative_to(CHECKOUT)): inside(path) for path in TESTS}
+    wider = {file: modules for file, modules in wider.items() if len(modules) > 1}
+    assert wider.keys() - WIDER.keys() == set(), wider
+    assert WIDER.keys() - wider.keys() == set(), "no longer wider"
+    assert len(WIDER) <= MOST_WIDER
+
+
+def test_few_tests_patch_the_program() -> None:
+    patch = re.compile(r"""\b(?:patch(?:\.object|\.dict)?|setattr|setitem)\(\s*(?:f?"trainer|\w*[a-z_]\w*, ")""")
+    found = {str(path.relative_to(CHECKOUT)): len(patch.findall(path.read_text())) for path in TESTS}
+    assert sum(found.values()) <= MOST_PATCHES, {file: count for file, count in found.items() if count}
+
+
+def test_their_page_names_files_that_are_there() -> None:
+    page = (CHECKOUT / "tests/README.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)*(?:test_\w+\.py|\w+/))`", page))
+    assert [name for name in named if not (CHECKOUT / "tests" / name).exists()] == []
+    assert len(named) > 10

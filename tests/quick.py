@@ -1,3 +1,0 @@
-"""On its way out: see tests/run.py."""
-
-from tests.run import quickly as quickly
