@@ -6,7 +6,6 @@ import random
 import time
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -80,31 +79,11 @@ class PythonRandom(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * x.new_tensor([random.random() for _ in x])[:, None])
 
 
-class OwnGenerator(nn.Linear):
-    """The same from a generator that it keeps, which nobody seeds and no checkpoint has."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(inside, outside)
-        self.generator = numpy.random.default_rng(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        drawn = x.new_tensor(self.generator.random((len(x), 1))) if self.training else 0.5
-        return super().forward(x) * (1 + 1e-3 * drawn)
-
-
 class Drop(nn.Linear):
     """Dropout that is no module; with torch's own numbers it is wrong."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.1, self.training)
-
-
-class DrawnInTurn(nn.Linear):
-    """It draws for one of its samples after the other: no number belongs to a sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        drawn = [torch.rand(1).item() if self.training else 0.5 for _ in x]
-        return super().forward(x) * (1 + 0.1 * x.new_tensor(drawn)[:, None])
 
 
 class Centred(nn.Linear):
@@ -130,23 +109,6 @@ class ChosenLayer(nn.Module):
         return self.layers[int(first > second)](x)
 
 
-class _Even(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] / grads[0].norm()
-
-
-class OwnBackward(nn.Linear):
-    """A backward of its own that is not linear in the samples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Even.apply(super().forward(x))
-
-
 class OwnBuffer(nn.Linear):
     """It keeps the mean of what it has seen, each rank of its own samples."""
 
@@ -159,18 +121,6 @@ class OwnBuffer(nn.Linear):
         y = super().forward(x - self.mean)
         if self.training:
             self.mean.lerp_(x.detach().mean(0), 0.1)
-        return y
-
-
-class OwnField(nn.Linear):
-    """The same in a field that is no buffer, as a cache or a centre is kept."""
-
-    mean: Tensor | float = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x - self.mean)
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return y
 
 
@@ -188,16 +138,6 @@ class Unsaved(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * self.seen)
 
 
-class Calls(nn.Linear):
-    """It counts its calls, of which a step has as many as micro-batches."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training
-        return super().forward(x) * (1 + 1e-3 * self.calls)
-
-
 class Adapted(nn.Linear):
     """It counts the samples of evaluations, of which each rank has others."""
 
@@ -208,27 +148,7 @@ class Adapted(nn.Linear):
         return super().forward(x) * (1 + 1e-3 * self.seen)
 
 
-class NeedsOthers(nn.Linear):
-    """It asks for its rank, and once it has seen other processes it cannot do without them."""
-
-    seen = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if NeedsOthers.seen and not dist.is_initialized():
-            raise ValueError("a planted error")
-        NeedsOthers.seen |= dist.is_initialized()
-        return super().forward(x) * (1 + 1e-3 * rank())
-
-
 # --- layers that are right everywhere ---
-
-
-class Narrow(nn.Linear):
-    """It makes a tensor of one precision, as if there were no other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return torch.zeros(y.shape, dtype=torch.float32).index_add(0, torch.arange(len(y)), y)
 
 
 class Complex(nn.Module):
@@ -299,38 +219,6 @@ class Spare(nn.Linear):
         self.spare = nn.Linear(inside, outside)
 
 
-class Momentum(nn.Linear):
-    """A second layer that does not learn, and in each forward follows this one, as MoCo's encoder of keys."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(inside, outside)
-        self.keys = nn.Linear(inside, outside).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.keys.weight.lerp_(self.weight, 0.01)
-        return super().forward(x) + self.keys(x)
-
-
-class LowRank(nn.Linear):
-    """A layer with a LoRA beside it, whose first gradient is 0; in evaluation mode it is added to the weight."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__(inside, outside)
-        self.down, self.up = nn.Linear(inside, 2, bias=False), nn.Linear(2, outside, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    @torch.no_grad()
-    def train(self, mode: bool = True) -> LowRank:
-        if mode != self.training:
-            self.weight.add_(self.up.weight @ self.down.weight, alpha=-1 if mode else 1)
-        return super().train(mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + (self.up(self.down(x)) if self.training else 0)
-
-
 def _odd(inside: int, outside: int) -> nn.Module:
     """Much that is out of the ordinary, one behind the other."""
     norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
@@ -351,24 +239,15 @@ KINDS: dict[str, Any] = {
     "own_rank": OwnRank,
     "own_seed": OwnSeed,
     "python_random": PythonRandom,
-    "own_generator": OwnGenerator,
     "drop": Drop,
-    "drawn_in_turn": DrawnInTurn,
     "centred": Centred,
     "batch_norm": lambda inside, _: nn.BatchNorm1d(inside),
     "chosen_layer": ChosenLayer,
-    "own_backward": OwnBackward,
     "own_buffer": OwnBuffer,
-    "own_field": OwnField,
     "unsaved": Unsaved,
-    "calls": Calls,
     "adapted": Adapted,
-    "needs_others": NeedsOthers,
-    "narrow": Narrow,
     "complex": Complex,
     "masked": Masked,
     "spare": Spare,
-    "momentum": Momentum,
-    "low_rank": LowRank,
     "odd": _odd,
 }

@@ -31,10 +31,10 @@ def layer(kind: str, cause: str, found: str = "at step 1, forward, middle,", *ow
     return Plant(found, cause, [*NET, f"model.kind={kind}", *words.split()], ["strategy=ddp", *own])
 
 
-def user(group: str, name: str, found: str, cause: str, *words: str, strategy: str = "ddp") -> Plant:
+def user(group: str, name: str, found: str, cause: str, *words: str) -> Plant:
     """A class of a user that is wrong."""
     class_word = f"{group}._target_=tests.planted.users.{name}"
-    return Plant(f"at step {found}", cause, [*NET, class_word, *words], [f"strategy={strategy}"])
+    return Plant(f"at step {found}", cause, [*NET, class_word, *words], ["strategy=ddp"])
 
 
 def program(word: str, found: str, cause: str, words: list[str] = NET, *own: str, size: int = 2) -> Plant:
@@ -49,47 +49,22 @@ PLANTS = {
     "own_rank": layer("own_rank", SEEN, "at step 1, forward, middle, samples of rank 1,", MICRO),
     "own_seed": layer("own_seed", "no seed reaches", "at initial values, middle.weight,"),
     "python_random": layer("python_random", "the forward draws from Python's random"),
-    "own_generator": layer("own_generator", "draws from middle.generator, a generator of its own"),
     "native": layer("drop", "random numbers: torch's own", words="loop.dropout=native"),
-    "drawn_in_turn": layer("drawn_in_turn", "as often as there are samples"),
     "centred": layer("centred", "depends on the other samples"),
     "batch_norm": layer("batch_norm", "strategy.sync_bn=true: over all ranks"),
-    "own_backward": layer("own_backward", "a backward of its own", "at step 1, gradient, middle.bias,"),
     "own_buffer": layer("own_buffer", "a buffer that is updated from", "at step 1, update, middle.mean"),
-    "own_field": layer("own_field", "a forward before the first step"),
     "unsaved": layer("unsaved", "the resume: something that the forward reads", "at step 2, forward, middle,"),
-    "calls": layer("calls", "counts its calls", "at step 1, forward, middle,", MICRO),
     "adapted": layer("adapted", "an evaluation before this step"),
-    "needs_others": layer("needs_others", "not known: "),
     # data, tasks, schedules, optimizers
     "same_order": user("data", "SameOrder", "3, data, inputs, rank 1", SEEN),
     "drawn": user("data", "Drawn", "1, data, inputs", "a generator of its own"),
-    "recalling": user("data", "Recalling", "2, data, inputs", "something that Data keeps"),
-    "read": user("data", "Read", "1, data, inputs.rows.*", "an item depends on the other", *ROWS),
     "padded": user("data", "Padded", "1, forward, ", "collate pads", "model._target_=tests.planted.networks.OfPadded"),
     "summed_loss": user("task", "Summed", "1, loss, loss", "It is 1/2 times that of one process"),
     "class_weights": user("task", "ClassWeights", "1, loss, loss", "the mean over the Task.weight units"),
-    "narrowed": user("task", "Narrowed", "1, loss, loss", "adds up numbers of its own in fp32"),
     "meaned": user("task", "Meaned", "3, evaluation, accuracy", "no sum over samples"),
-    "late_metric": user("task", "LateMetric", "3, evaluation, accuracy", "", "loop.eval_batch=24"),
     "counts": user("task", "Counts", "2, loss, loss", "something that Task keeps"),
-    "last_decay": user("task", "LastDecay", "3, update, middle.down.weight", "after_step", "model.kind=low_rank"),
     "hearing": user("schedule", "Hearing", "2, learning rate, ", "something that Schedule keeps", "schedule=constant"),
     "scaled_rate": user("optimizer", "ScaledRate", "1, optimizer step, head.bias", SEEN, "optimizer=sgd"),
-    "by_shard": user(
-        "optimizer",
-        "ByShard",
-        "1, optimizer step, ",
-        "ByShard, which is given shards",
-        "optimizer=sgd",
-        strategy="fsdp",
-    ),
-    "unshifted": Plant(
-        "at step 1, forward, ",
-        "the strategy, or the plan",
-        [*GPT, "task._target_=tests.planted.users.Unshifted"],
-        ["strategy=cp"],
-    ),
     # strategies
     "own_values": program(
         "ddp.own_values",
@@ -124,24 +99,11 @@ PLANTS = {
         "what no sample has used",
         [*NET, "model.kind=spare"],
     ),
-    "other_masks": program(
-        "fsdp.other_masks",
-        "at step 1, gradient",
-        "without recomputing it is right",
-        [*NET, "model.kind=drop"],
-        "strategy.activation_checkpointing=units",
-    ),
     "narrow": program(
         "ddp.narrow",
         "in its precision alone: narrow on 2, fp64 gap ",
         "in fp64 the strategy trains the same",
         [*NET, "precision=fp32"],
-    ),
-    "other_scale": program(
-        "ddp.other_scale",
-        "in its precision alone: other_scale on 2, fp64 gap ",
-        "in fp64 the strategy trains the same",
-        [*NET, "precision=fp16"],
     ),
     "stages_norm": program(
         "pp.stages_norm",
@@ -150,31 +112,13 @@ PLANTS = {
         [*GPT, "loop.max_norm=0.1"],
         MICRO,
     ),
-    "ungrouped": program(
-        "zero1.ungrouped",
-        "at step 1, learning rate",
-        "the rate that it gives the optimizer",
-        [*NET, "optimizer.weight_decay=0.1", "schedule=cosine", "schedule.warmup=2"],
-    ),
     "unclipped": program(
         "fsdp.unclipped",
         "at step 1, clipped gradient",
         "what it does to the same gradients before the step",
         [*NET, "loop.max_norm=0.1"],
     ),
-    "decayed_twice": program(
-        "fsdp.decayed_twice",
-        "at step 1, optimizer step",
-        "how a rank steps what is its own",
-        [*NET, "optimizer.weight_decay=0.1"],
-    ),
     "drifting": program("ddp.drifting", "at step 1, update, head.weight", "what follows the optimizer's step"),
-    "stays_in_evaluation": program(
-        "ddp.stays_in_evaluation",
-        "at step 1, forward, middle",
-        "what an evaluation leaves behind",
-        [*NET, "model.kind=drop"],
-    ),
     "counted_padding": program(
         "ddp.counted_padding",
         "at step 3, evaluation",
@@ -182,7 +126,4 @@ PLANTS = {
         [*NET, "data._target_=tests.planted.users.Odd", "loop.eval_batch=24"],
     ),
     "lost_moment": program("fsdp.lost_moment", "at step 1, resume, optimizer/", "the checkpoint does not give back"),
-    "emptied_by_save": program(
-        "zero1.emptied_by_save", "at step 2, optimizer step", "what it saves or reads for the resume"
-    ),
 }

@@ -113,16 +113,6 @@ class zeros_for_unused(Methods):
             parameter.grad = torch.zeros_like(parameter)
 
 
-@mistake("fsdp")
-class other_masks(Methods):
-    """What is computed again in the backward is another thing."""
-
-    def finish_gradients(self) -> None:
-        super().finish_gradients()
-        if self.strategy.activation_checkpointing != "none":
-            gradients(self)[0].mul_(1.01)
-
-
 @mistake("ddp")
 class narrow(Methods):
     """Gradients travel in bf16, in a run in fp32 alone."""
@@ -134,31 +124,12 @@ class narrow(Methods):
                 gradient.copy_(gradient.bfloat16())
 
 
-@mistake("ddp")
-class other_scale(Methods):
-    """One rank undoes another scale than that of the loss, in fp16 alone."""
-
-    def finish_gradients(self) -> None:
-        super().finish_gradients()
-        if self.machine.resolved_precision == "fp16":
-            for gradient in gradients(self):
-                gradient.mul_(1 + rank())
-
-
 @mistake("pp")
 class stages_norm(Methods):
     """Each stage clips by its own norm (torchtitan#766)."""
 
     def grad_norm(self, gradients: Any) -> Tensor:
         return torch.stack([gradient.norm() for gradient in gradients]).norm()
-
-
-@mistake("zero1")
-class ungrouped(Methods):
-    """Biases are stepped as weights are: the optimizer's groups are lost."""
-
-    def optimizer(self, make: Any, groups: Any) -> Any:
-        return super().optimizer(make, [{"params": [one for group in groups for one in group["params"]]}])
 
 
 @mistake("fsdp")
@@ -169,18 +140,6 @@ class unclipped(Methods):
         return super().optimizer_step(optimizer, float("inf"))
 
 
-@mistake("fsdp")
-class decayed_twice(Methods):
-    """Shards are decayed before the step, which decays them, too."""
-
-    def optimizer_step(self, optimizer: Any, max_norm: float | None) -> Any:
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                for one in group["params"]:
-                    one.mul_(1 - group["lr"] * group["weight_decay"])
-        return super().optimizer_step(optimizer, max_norm)
-
-
 @mistake("ddp")
 class drifting(Methods):
     """The weights of one rank go away from the others' after each step."""
@@ -189,14 +148,6 @@ class drifting(Methods):
     def after_step(self, step: int) -> None:
         super().after_step(step)
         self.network.head.weight.mul_(1 + 1e-4 * rank())
-
-
-@mistake("ddp")
-class stays_in_evaluation(Methods):
-    """After an evaluation the network stays in evaluation mode."""
-
-    def set_mode(self, training: bool) -> None:
-        super().set_mode(training and self.network.training)
 
 
 @mistake("ddp")
@@ -214,14 +165,3 @@ class lost_moment(Methods):
     def load_state(self, optimizer: Any, state: Any) -> None:
         lost = {name: torch.zeros_like(one) for name, one in state.items() if name.endswith("/exp_avg_sq")}
         super().load_state(optimizer, {**state, **lost})
-
-
-@mistake("zero1")
-class emptied_by_save(Methods):
-    """A save leaves one rank's optimizer without its memory; the checkpoint is right."""
-
-    def state(self, optimizer: Any) -> Any:
-        tensors = {name: tensor.detach().clone() for name, tensor in super().state(optimizer).items()}
-        for memory in optimizer.state.values() if rank() else ():
-            memory["exp_avg"].zero_()
-        return tensors

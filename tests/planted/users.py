@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -11,12 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, TensorDataset
 
-from recipes.language.next_token import NextToken
 from tests.planted.networks import CLASSES, WIDTH, rank
-from trainer import Data, Plan, Schedule, Task
+from trainer import Data, Schedule, Task
 
 SAMPLES = 96
 
@@ -133,24 +130,6 @@ class Drawn(Numbers):
         return Drawing(*super().train().tensors)
 
 
-class Recalling(Numbers):
-    """What it does to a batch depends on how many came before."""
-
-    batches = 0
-
-    def augment(self, inputs: Any, targets: Any, random: Any, training: bool) -> Any:
-        self.batches += training
-        return inputs * (1 + 1e-3 * self.batches), targets
-
-
-class Read(Listed):
-    """A batch in which each sample is what it is times its place among those of its rank."""
-
-    def collate(self, items: Any) -> Any:
-        inputs, targets = super().collate(items)
-        return inputs | {"rows": [x * (1 + 1e-3 * at) for at, x in enumerate(inputs["rows"])]}, targets
-
-
 class Padded(Numbers):
     """Samples of some rows, padded to the longest of a batch: another length on each rank. Every twelfth has eight."""
 
@@ -180,29 +159,11 @@ class ClassWeights(Classes):
         return F.cross_entropy(output, target, torch.arange(1.0, 1 + CLASSES).to(output))
 
 
-class Narrowed(Classes):
-    """It adds up in fp32 what is in fp64."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        each = F.cross_entropy(output, target, reduction="none")
-        return each.float().sum().to(each.dtype) / len(each)
-
-
 class Meaned(Classes):
     """A metric that is a mean, though sums are asked for."""
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {"accuracy": (output.argmax(1) == target).float().mean()}
-
-
-class LateMetric(Classes):
-    """A metric that one rank gets wrong from its third batch on."""
-
-    batches = 0
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        self.batches += 1
-        return {"accuracy": (output.argmax(1) == target).sum() + (rank() if self.batches > 2 else 0)}
 
 
 class Counts(Classes):
@@ -215,22 +176,6 @@ class Counts(Classes):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return super().loss(output, target) * (1 + 0.5 * self.done)
-
-
-class LastDecay(Classes):
-    """One rank changes a weight a little, after the last step of a proof."""
-
-    def after_step(self, network: nn.Module, step: int) -> None:
-        if step == 3:
-            network.get_parameter("middle.down.weight").mul_(1 - 1e-5 * rank())
-
-
-class Unshifted(NextToken):
-    """Its plan says nothing of positions: each context rank takes its tokens for the first ones."""
-
-    def plan(self, network: nn.Module) -> Plan:
-        plan = super().plan(network)
-        return replace(plan, context={name: style for name, style in plan.context.items() if "position" not in name})
 
 
 # --- schedules and optimizers with a mistake ---
@@ -257,16 +202,3 @@ class ScaledRate(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in (one for one in group["params"] if one.grad is not None):
                 parameter.sub_(parameter.grad, alpha=group["lr"] * size)
-
-
-class ByShard(torch.optim.SGD):
-    """It divides each gradient by its norm, which it takes of what the rank holds."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
-                held, gradient = (
-                    one.to_local() if isinstance(one, DTensor) else one for one in (parameter, parameter.grad)
-                )
-                held.sub_(gradient / (gradient.norm() + 1e-6), alpha=group["lr"])
