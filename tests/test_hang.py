@@ -5,7 +5,6 @@ What is left of a run of which a rank was stopped, tests/test_endings.py shows.
 
 from __future__ import annotations
 
-import bdb
 import os
 import signal
 import socket
@@ -236,21 +235,3 @@ def test_one_process_that_was_asked_to_stop_in_vain_says_so(tmp_path: Path) -> N
     watched(tmp_path, RankProgress(3, 7, 600, 600), "SIGTERM", lambda: "reason" in status(tmp_path))
     assert status(tmp_path)["reason"].startswith("SIGTERM, and nothing has gone on since: ")
     assert status(tmp_path)["state"] == "running"
-
-
-def test_who_stands_in_a_debugger_is_not_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    looks: list[int] = []
-
-    class Person(bdb.Bdb):
-        def user_line(self, frame: Any) -> None:
-            (tmp_path / "logs").mkdir()
-
-            def progress() -> RankProgress:
-                looks.append(1)
-                return RankProgress(3, 7, 0.05, 0.05)
-
-            with Watchdog(Launch(), tmp_path, StopRequest(), progress, interval=0.01):
-                wait_until(lambda: len(looks) > 20)
-
-    Person().run("pass")
-    assert not caplog.records

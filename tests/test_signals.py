@@ -108,27 +108,6 @@ def test_a_forked_childs_signals_are_not_the_parents_and_it_may_leave_its_end_to
     assert os.waitstatus_to_exitcode(os.waitpid(forked(leaves_its_end_to_the_parent), 0)[1]) == 3
 
 
-@forks
-def test_a_decoding_process_ends_when_its_parent_says_so() -> None:
-    reader, writer = os.pipe()
-
-    def decode() -> None:
-        obey_parent_only()
-        os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, which it passes over
-        while signal.SIGTERM in signal.sigpending():  # a second one that comes while the first still waits is none
-            os.sched_yield()
-        os.write(writer, b"ready")
-        while True:
-            signal.pause()
-
-    child = forked(decode)
-    assert os.read(reader, 5) == b"ready"
-    os.kill(child, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    os.close(reader)
-    os.close(writer)
-
-
 # ---------------------------------------------------------------------------------- while the main thread is stuck
 
 BLOCKED = """

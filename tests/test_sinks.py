@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -34,32 +33,6 @@ CONTINUES = "the run continues, and its metrics are in metrics.jsonl"
 def lose_a_save(folder: Path, step: int) -> None:
     """As a crash before this save would have left it: the steps since the one before run again."""
     shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
-
-
-def grow(path: Path) -> None:
-    """As if there were a terabyte between its first bytes and its last ones: nothing could read it whole."""
-    first, _, rest = path.read_bytes().partition(b"\n")
-    with path.open("wb") as file:
-        file.write(first + b"\n")
-        file.seek(2**40)
-        file.write(b"\n" + rest)
-
-
-@pytest.mark.disk
-def test_a_start_reads_the_end_of_its_metrics_alone(tmp_path: Path) -> None:
-    words = [*WORDS, "log=[console,tensorboard]"]
-    folder = run([*words, "loop.steps=6"], place=tmp_path).folder
-    lose_a_save(folder, 6)
-    grow(folder / "metrics.jsonl")
-    (folder / "tensorboard" / "events.out.tfevents.1.old.1.0").write_bytes(b"")
-    grow(folder / "tensorboard" / "events.out.tfevents.1.old.1.0")
-    again = run([*words, "loop.steps=8"], place=tmp_path)
-    assert re.search(r"after step +8", again.out)  # the table at the end has its figures from there, too
-    with (folder / "metrics.jsonl").open("rb") as file:
-        file.seek(2**40)
-        found = [json.loads(line) for line in file.read().splitlines() if line]
-    assert [line["step"] for line in found if line["kind"] == "train"] == list(range(2, 9))
-    assert [line["step"] for line in found if line["kind"] == "eval"] == [2, 4, 6, 8]
 
 
 class Ending(Sink):

@@ -173,38 +173,3 @@ def test_of_the_array_of_the_page_only_the_preempted_job_runs_again(cluster: Clu
         assert cluster.ended(f"{array}_{number}")["JobState"] == "COMPLETED", log(place)
         assert len(curve(folder)) == STEPS
         assert status(folder)["attempt"] == (2 if number == preempted else 1)
-
-
-# A job without a network, which ends as the scripts do. Its processes save when they are asked to.
-JOB = """#!/bin/bash
-trap : TERM
-srun bash -c 'trap "exit 75" TERM; touch up-$SLURM_PROCID; while :; do sleep 0.1; done' &
-wait -n $! && code=0 || code=$?
-touch stopped
-until [ -e ask ]; do sleep 0.1; done
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "cancelled", "state"),
-    [((), True, "CANCELLED"), (("--no-requeue",), False, "FAILED")],
-    ids=["cancelled", "no-requeue"],
-)
-def test_a_preempted_job_does_not_run_again_where_that_is_not_meant(
-    cluster: Cluster, place: Path, options: tuple[str, ...], cancelled: bool, state: str
-) -> None:
-    (ending,) = {(SCRIPTS / name).read_text().partition("\njob=")[2] for name in ("torchrun.sbatch", "srun.sbatch")}
-    (place / "job").write_text(f"{JOB}job={ending}")
-    words = (*EXCLUSIVE, "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--output=job.log", *options)
-    number = cluster.submit(place, *words, "job")
-    wait_for(lambda: all((place / f"up-{rank}").exists() for rank in (0, 1)))
-    cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
-    wait_for((place / "stopped").exists)
-    assert cluster.job(number)["PreemptTime"] != "None"
-    if cancelled:
-        cluster.ask("scancel", number)
-        wait_for(lambda: cluster.job(number)["JobState"] != "RUNNING")
-    (place / "ask").touch()
-    ended = cluster.ended(number)
-    assert (ended["JobState"], ended["Restarts"]) == (state, "0"), log(place)
-    assert ("operation is presently disabled" in log(place)) == (not cancelled)

@@ -18,7 +18,7 @@ from recipes.vision.digits import Digits
 from recipes.vision.vit import VisionTransformer
 from tests.ranks import Processes
 from tests.run import SMALL, TRANSFORMER, Finished, quickly, run
-from trainer.records.image_plots import plot_confusion_matrix, plot_image_grid
+from trainer.records.image_plots import plot_confusion_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's reader
 
@@ -166,20 +166,6 @@ def test_only_pictures_are_shown_as_pictures_and_mixed_ones_have_the_words_of_bo
     assert shown is not None
     assert shown.flatten().tolist() == [0.0, 1.0]
     assert data.as_pictures({"real": torch.zeros(2, 1, 8, 8)}) is None
-
-
-def test_a_grid_has_gaps_and_words_below_its_pictures() -> None:
-    drawn = plot_image_grid(torch.zeros(6, 1, 8, 8), ["a"] * 6)  # black on white
-    black = (drawn < 8).all(2)
-    columns, rows = black[: 8 + 96].any(0), black[:, 8 : 8 + 96].sum(1) == 96
-    edges = numpy.flatnonzero(numpy.diff(columns.astype(int)))
-    assert len(edges) == 2 * 5  # five pictures in a row, none touches the next
-    assert set(numpy.diff(edges)) == {96, 8}
-    assert numpy.flatnonzero(numpy.diff(rows.astype(int))).tolist() == [7, 103, 128, 224]  # room for a line of words
-    assert (numpy.abs(drawn[104:128].astype(int) - 255).sum(2) > 200).any(), "nothing stands below the first row"
-    for shape, words in [((1, 3, 300, 200), ["long " * 40]), ((3, 5, 4, 9), []), ((2, 2, 28, 28), ["1\n2", "Grüße"])]:
-        other = plot_image_grid(torch.full(shape, 0.5, dtype=torch.bfloat16), words)
-        assert (other.dtype, other.shape[1] < 8 * 200 + 60) == (numpy.uint8, True)
 
 
 @pytest.mark.parametrize("classes", [1, 10, 100, 1000])
