@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import time
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import pytest
 
-from tests.run import PATIENCE, SMALL, curve, files_below, start, status
+from tests.run import SMALL, curve, start
 
 WORDS = (*SMALL, "strategy=ddp", "device=cpu", "loop.global_batch=120", "loop.eval_every=null", "run.dir=run")
 
@@ -60,23 +58,3 @@ def test_runs_that_begin_at_the_same_moment_do_not_meet(tmp_path: Path) -> None:
     curves = [curve(place / "run", "loss_hex") for place in places]
     assert curves == [curves[0]] * 4
     assert len(curves[0]) == 40
-
-
-@pytest.mark.long
-def test_of_runs_that_begin_at_the_same_moment_in_one_folder_one_trains(tmp_path: Path) -> None:
-    commands = [start([*WORDS, "loop.steps=1000000"], place=tmp_path) for _ in range(4)]
-    until = time.monotonic() + PATIENCE
-    while len(under_way := [one for one in commands if one.process.poll() is None]) > 1:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    (winner,) = under_way
-    for other in commands:
-        if other is not winner:
-            ended = other.end()
-            assert (ended.code, ended.left) == (2, []), ended.out
-            assert re.search(rf"run is in use by another run \(host .*, pid {winner.pid}\)", ended.out), ended.out
-    winner.wait_for_step(tmp_path / "run", 3)
-    os.kill(winner.pid, signal.SIGTERM)
-    assert winner.end().code == 75
-    assert len(curve(tmp_path / "run")) == status(tmp_path / "run")["step"]
-    assert [path for path in files_below(tmp_path) if path.parts[0] != "run"] == []

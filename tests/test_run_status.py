@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from tests.run import status
 from trainer.launch.run_status import StatusWriter, mark_failed, read_status
@@ -14,20 +13,6 @@ def begun(folder: Path, resume_step: int = 0) -> StatusWriter:
     attempt = StatusWriter(folder, resume_step, 2, "ddp", interval=0.0)
     attempt.write("running", resume_step, None)
     return attempt
-
-
-def test_attempts_are_counted_and_the_steps_of_all_of_them(tmp_path: Path) -> None:
-    begun(tmp_path).write("running", 40, None)
-    wanted: dict[str, Any] = {"attempt": 1, "step": 40, "state": "running", "reason": None, "root_rank": None}
-    wanted |= {"resume_step": 0, "world_size": 2, "strategy": "ddp", "goodput": 1.0}
-    assert status(tmp_path).items() >= wanted.items()
-    # killed after step 40, its last checkpoint is that of step 30
-    begun(tmp_path, 30).write("preempted", 60, "SIGTERM")
-    said = status(tmp_path)
-    assert (said["attempt"], said["resume_step"], said["goodput"]) == (2, 30, round(60 / 70, 4))
-    begun(tmp_path, 60).write("completed", 100, None)  # a stop that was asked for costs nothing
-    said = status(tmp_path)
-    assert (said["attempt"], said["goodput"], said["reason"]) == (3, round(100 / 110, 4), None)
 
 
 def test_steps_that_a_killed_attempt_had_saved_count_though_it_had_not_reported_them(tmp_path: Path) -> None:
