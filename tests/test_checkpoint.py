@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -79,14 +78,6 @@ def test_what_was_saved_is_read_bit_for_bit(tmp_path):
     assert (found.step, found.facts) == (100, {"world_size": 1, "strategy": "single"})
     assert found.metrics == {"loss": 0.5, "accuracy": 0.25}
     assert (found.tensors["fc.weight"].shape, found.tensors["half"].dtype) == ((5, 7), torch.bfloat16)
-
-
-def test_a_plain_network_loads_the_file_of_its_weights(tmp_path):
-    network, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    checkpoints(tmp_path).save(1, {**network.state_dict(), "optimizer/weight/momentum": torch.zeros(2, 3)}, {})
-    (model_file,) = (tmp_path / "checkpoints" / "step-00000001").glob("*-00001-of-00002.safetensors")
-    other.load_state_dict(load_file(model_file))
-    assert torch.equal(other.weight, network.weight)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_a_tensor_is_touched(tmp_path):

@@ -229,13 +229,6 @@ def test_a_rank_that_greeted_a_dead_round_finds_the_living_one(server: dist.TCPS
         replace(first, rank=2, world_size=4).store(timedelta(milliseconds=100))
 
 
-@pytest.mark.parametrize(("name", "why"), [("none/a", "No such file"), ("folder", "Is a directory")])
-def test_a_file_that_cannot_be_a_meeting_place(tmp_path: Path, name: str, why: str) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(Refusal, match=why):
-        Launch(0, 2, address=f"file://{tmp_path / name}").store()
-
-
 @pytest.mark.long  # ranks look for ten seconds
 def test_at_a_port_that_somebody_else_has_nobody_waits() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # it takes connections, and never says anything

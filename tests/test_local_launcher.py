@@ -99,16 +99,6 @@ def test_what_ended_ranks_without_a_word_is_said(
     assert capsys.readouterr().err.splitlines() == said
 
 
-def test_a_rank_that_listens_does_not_wait_for_one_that_did_not_yet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.mkfifo(meeting := tmp_path / "meeting")
-    listens = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(meeting)!r}, 'w').close(); signal.pause()"
-    started = ranks(listens, f"open({str(meeting)!r}).close(); {ASKED}")
-    assert run_ranks([], 2, tmp_path, 0, started) == (STOPPED, [signal.SIGTERM])
-    assert capsys.readouterr().err.splitlines() == BEFORE
-
-
 @pytest.mark.parametrize("when", [0, 1])
 def test_a_request_while_ranks_are_started_ends_the_run_before_it_began(when: int, tmp_path: Path) -> None:
     def interrupt(rank: int) -> None:

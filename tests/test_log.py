@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.run import ROOT, lines
+from recipes.vision.classification import Classification
+from tests.run import ROOT, SMALL, lines, run
 from trainer.records.console import Console, format_duration, format_evaluation_line, format_training_line
 
 TRAIN = {"loss": 0.21344, "loss_mean": 0.3, "loss_hex": "3e5a8f0c", "lr": 0.1, "samples_per_s": 12345.6, "step_s": 0.01}
@@ -85,25 +87,22 @@ def test_words_say_what_is_known_and_no_more() -> None:
     assert {seconds: format_duration(seconds) for seconds in spoken} == spoken
 
 
-ON_SCREEN = """
-from pathlib import Path
-from trainer.records.console import Console
-console = Console()
-console.say("a fact")
-console.open(Path("."), 0, 100, 1)
-console.train({"step": 10, "epoch": 0, "loss": 0.5, "samples_per_s": 100.0, "step_s": 0.1})
-console.eval({"step": 10, "loss": 0.25, "accuracy": 0.5})
-console.train({"step": 20, "epoch": 0, "loss": 0.4, "samples_per_s": 100.0, "step_s": 0.1})
-breakpoint()
-console.close()
-"""
+class Pausing(Classification):
+    """It stands in a debugger for a while."""
+
+    def after_step(self, network: nn.Module, step: int) -> None:
+        if step == 3:
+            breakpoint()  # noqa: T100 - the point of a test
 
 
-def on_terminal(code: str, answers: bytes, **environment: str) -> str:
-    """Run code on a pseudo terminal; all that it showed there."""
+def on_terminal(place: Path, answers: bytes, **environment: str) -> str:
+    """A run that pauses, on a pseudo terminal; all that it showed there."""
+    words = [*SMALL, "trust=[tests]", "task._target_=tests.test_log.Pausing", "loop.log_every=1", "loop.steps=4"]
+    words += ["loop.eval_every=2", "device=cpu", "log=[console]"]
     master, slave = pty.openpty()
     its = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment}
-    process = subprocess.Popen([sys.executable, "-c", code], env=its, stdin=slave, stdout=slave, stderr=slave)
+    command = [sys.executable, "-m", "trainer", *words]
+    process = subprocess.Popen(command, cwd=place, env=its, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     os.write(master, answers)
     shown = b""
@@ -111,25 +110,22 @@ def on_terminal(code: str, answers: bytes, **environment: str) -> str:
         while part := os.read(master, 65536):
             shown += part
     os.close(master)
-    assert process.wait(timeout=30) == 0, shown
+    assert process.wait(timeout=60) == 0, shown
     return shown.decode()
 
 
 @pytest.mark.long
-def test_a_terminal_shows_one_line_that_is_redrawn_and_a_debugger_works() -> None:
-    shown = on_terminal(ON_SCREEN, b"p 6 * 7\nc\n", TERM="xterm-256color")
-    for text in ("\r\x1b[2K", "━", "step  10/100  loss 0.5000", "loss 0.2500  accuracy  50.0 %\r\n", "(Pdb) ", "42"):
+def test_a_terminal_shows_one_line_that_is_redrawn_and_a_debugger_works(tmp_path: Path) -> None:
+    shown = on_terminal(tmp_path, b"p step + 39\nc\n", TERM="xterm-256color")
+    for text in ("\r\x1b[2K", "━", "step  2/4  loss ", "accuracy", "(Pdb) ", "42", "completed"):
         assert text in shown
     assert "\x1b[?25l" not in shown  # the cursor was never hidden
-    assert shown.endswith("\r\x1b[2K")  # nothing of the progress line stays
     assert re.search(r"\x1b\[3\dm|\x1b\[38", shown)
-    plain = on_terminal(ON_SCREEN, b"c\n", TERM="xterm-256color", NO_COLOR="1")
+    plain = on_terminal(tmp_path, b"c\n", TERM="xterm-256color", NO_COLOR="1")
     assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", plain)
 
 
 def test_the_log_file_has_the_lines_of_the_screen_with_their_time(tmp_path: Path) -> None:
-    from tests.run import SMALL, run
-
     words = [*SMALL, "loop.steps=2", "loop.global_batch=120", "loop.eval_every=2", "log=[console]", "run.dir=run"]
     finished = run(words, place=tmp_path)
     kept = (finished.folder / "logs" / "rank-0.log").read_text()

@@ -37,15 +37,6 @@ def test_a_start_that_leaves_nothing_to_train_is_refused_and_makes_nothing(train
     assert [line["step"] for line in lines(tmp_path, "train")] == [5, 6, 7]
 
 
-def test_a_start_of_another_network_is_refused_with_what_differs(trained: Path, tmp_path: Path) -> None:
-    said = run(words(tmp_path / "new", f"run.resume={trained}", "model.width=48", steps=9), code=2).out
-    assert "is (32, 64) in the checkpoint, (48, 64) here" in said
-    assert "model.width: 32 → 48" in said
-    assert f"leave run.resume={trained} out" in said
-    assert "accept_changes" not in said
-    assert files_below(tmp_path) == set()
-
-
 def test_another_network_spoils_no_folder(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)

@@ -12,15 +12,7 @@ class Sorting(Task):
 
     best = "recall"
 
-    def __init__(self, pause: bool = False) -> None:
-        self.pause = pause
-
     def loss(self, output: Tensor, target: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.pause and torch.is_grad_enabled():
-            self.pause = False
-            answer = 6 * 7
-            breakpoint()  # noqa: T100 - the point of a test
-            print("went on after", answer)
         each = functional.cross_entropy(output, target["label"], reduction="none")
         count = self.weight(target).clamp(min=1)
         size = 1e-3 * output.square().sum(1)  # (B,); what does not count must not: a slice may hold nothing else
