@@ -117,7 +117,7 @@ def on_terminal(place: Path, answers: bytes, **environment: str) -> str:
 @pytest.mark.long
 def test_a_terminal_shows_one_line_that_is_redrawn_and_a_debugger_works(tmp_path: Path) -> None:
     shown = on_terminal(tmp_path, b"p step + 39\nc\n", TERM="xterm-256color")
-    for text in ("\r\x1b[2K", "━", "step  2/4  loss ", "accuracy", "(Pdb) ", "42", "completed"):
+    for text in ("\r\x1b[2K", "━", "step 1/4  loss ", "\x1b[2Keval  step 2  loss ", "(Pdb) ", "42"):
         assert text in shown
     assert "\x1b[?25l" not in shown  # the cursor was never hidden
     assert re.search(r"\x1b\[3\dm|\x1b\[38", shown)
