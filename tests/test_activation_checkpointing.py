@@ -15,7 +15,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.vision.vit import VisionTransformer
-from trainer import Refusal
 from trainer.parallel.activation_checkpointing import apply_activation_checkpointing
 
 modes = pytest.mark.parametrize("mode", ["units", "operators"])
@@ -194,24 +193,6 @@ def test_units_run_again_in_the_backward_and_dear_operators_only_once_where_that
     # so much less lies between forward and backward: a unit's input is 1 of some 10 tensors of its size
     assert held["units"] < 0.3 * held["none"]
     assert held["units"] < held["operators"] < 0.95 * held["none"]
-
-
-@modes
-def test_attention_that_drops_runs_again_so_that_later_random_numbers_stay_in_step(mode: str) -> None:
-    gradients = []
-    for kept in ("none", mode):
-        network, x = deep(kept, drop=0.3)
-        torch.manual_seed(3)
-        network(x).square().sum().backward()
-        gradients.append([parameter.grad for parameter in network.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_a_forward_that_was_replaced_is_refused() -> None:
-    network = nn.Sequential(nn.Linear(2, 2))
-    network[0].forward = functional.gelu
-    with pytest.raises(Refusal, match="0 cannot be recomputed: its forward was replaced"):
-        apply_activation_checkpointing(network, ["0"], "units")
 
 
 class Cache:

@@ -60,31 +60,10 @@ class Noisy(nn.Module):
         return self.mlp(self.mlp(x * kept)) + 0.1 * torch.empty_like(x).uniform_()
 
 
-class Rare(Noisy):
-    """Draws by rarer functions, and where branches of a graph do not wait for each other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        branches = F.alpha_dropout(x, 0.1, self.training), F.gumbel_softmax(x), F.dropout(x.sin(), 0.3)
-        return super().forward(branches[0] * branches[2]) + branches[1] + 0.1 * torch.rand(x.shape, dtype=x.dtype)
-
-
-class Recurrent(nn.Module):
-    """Its graph ends where torch's recurrent layers begin, and goes on inside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.GRU(8, 8, num_layers=2, dropout=0.2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0]
-
-
 KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "alike": lambda: [Unit(8, 8) for _ in range(10)],
     "each of its size": lambda: [Unit(8 + n, 9 + n) for n in range(10)],
     "noisy": lambda: [Noisy(), Noisy()],
-    "rare": lambda: [Rare(), Rare()],
-    "recurrent": lambda: [Recurrent()],
 }
 
 
@@ -93,7 +72,7 @@ class Tower(nn.Module):
 
     def __init__(self, kind: str = "alike") -> None:
         super().__init__()
-        self.blocks, self.drop = nn.ModuleList(KINDS[kind]()), 0.1 * (kind in ("noisy", "rare"))
+        self.blocks, self.drop = nn.ModuleList(KINDS[kind]()), 0.1 * (kind == "noisy")
         self.first, self.last = nn.Linear(8, 8), nn.Linear(18 if kind == "each of its size" else 8, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,27 +129,15 @@ def test_graphs_of_training_and_of_an_evaluation_are_counted_and_the_rehearsal_m
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-12)
 
 
-def test_recurrent_layers_learn_the_same_beside_graphs(train: Any) -> None:
-    with patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward):
-        compiled = train("recurrent", "compiled", "compile.mode=default", "loop.eval_every=null")
-    assert losses(compiled) == pytest.approx(losses(train("recurrent", "plain")), rel=1e-12)
-
-
-# torch 2.11 changes the order of draws in branches of a graph: there the run refuses to compile what draws
-ORDERED = pytest.mark.skipif(torch.__version__ < "2.13", reason="the order of draws in a graph: torch 2.13 or newer")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    "words",
     [
-        ("noisy", ["compile.scope=units"]),
-        ("noisy", ["compile.scope=network", f"{RECOMPUTED}units"]),
-        ("noisy", ["compile.scope=units", f"{RECOMPUTED}operators"]),
-        pytest.param("rare", ["compile.scope=units"], marks=ORDERED),
-        pytest.param("rare", ["compile.scope=network"], marks=ORDERED),
+        ["compile.scope=units"],
+        ["compile.scope=network", f"{RECOMPUTED}units"],
+        ["compile.scope=units", f"{RECOMPUTED}operators"],
     ],
 )
-def test_compiled_each_sample_draws_what_it_draws_without(train: Any, kind: str, words: list[str]) -> None:
-    compiled = train(kind, "compiled", "compile.mode=default", "loop.micro_batches=2", *words)
-    assert losses(compiled) == pytest.approx(losses(train(kind, "plain")), abs=1e-12)
+def test_compiled_each_sample_draws_what_it_draws_without(train: Any, words: list[str]) -> None:
+    compiled = train("noisy", "compiled", "compile.mode=default", "loop.micro_batches=2", *words)
+    assert losses(compiled) == pytest.approx(losses(train("noisy", "plain")), abs=1e-12)

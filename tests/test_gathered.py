@@ -72,10 +72,6 @@ class Kept(Ranked):
         from torchmetrics.classification import BinaryAUROC
         self.figures = {"auc": MetricCollection([BinaryAUROC()])}
 
-class Wider(Ranked):
-    def gathered(self, output, target):
-        return {**super().gathered(output, target), "scores": output.new_zeros(len(target), len(target))}
-
 class Fewer(Ranked):
     def gathered(self, output, target):
         return {"scores": output.mean(0)}
@@ -95,7 +91,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("home")
     files = {"lab.py": LAB, "conf/model/net.yaml": "_target_: ranklab.lab.net\n"}
     files |= {"conf/data/points.yaml": "_target_: ranklab.lab.Points\n"}
-    for name in ("Ranked", "Added", "Kept", "Wider", "Fewer", "Named", "Stepped"):
+    for name in ("Ranked", "Added", "Kept", "Fewer", "Named", "Stepped"):
         files[f"conf/task/{name.lower()}.yaml"] = f"_target_: ranklab.lab.{name}\n"
     for name, text in files.items():
         (place / "ranklab" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +146,6 @@ def test_a_trained_run_is_evaluated_again(processes: Processes, home: Path, alon
 SAID = {
     "added": r"Task.metrics: scores_of_each has the shape (18,) in one micro-batch and (1,)",
     "kept": "task: self.figures is a MetricCollection of torchmetrics, an object that remembers what",
-    "wider": "Wider.gathered: scores changes from micro-batch to micro-batch: (B, 17) and (B, 18)",
     "fewer": "Fewer.gathered: scores is of shape (2,) for",
     "named": "Task.metrics: loss is the name of a sum already",
     "stepped": "Task.metrics: step is the name of something else in metrics.jsonl",
@@ -163,7 +158,7 @@ def test_what_cannot_be_gathered_or_added_up_is_told(processes: Processes, home:
         pytest.importorskip("torchmetrics", reason="the extra bench brings it")
     ended = train(home, f"task={task} run.dir={task}-run strategy=ddp loop.eval_batch=35", 2, code=None)
     assert SAID[task] in ended.out
-    assert ended.code == (1 if task in ("wider", "fewer") else 2)
+    assert ended.code == (1 if task == "fewer" else 2)
     assert task != "kept" or not ended.folder.exists()  # before there was a group
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from recipes.vision.cnn import CNN
 from recipes.vision.resnet import resnet18
@@ -17,11 +16,9 @@ from trainer.parallel.module_units import find_units
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 8, scaled: bool = False) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.one, self.two, self.drop = nn.Linear(width, width), nn.Linear(width, width), nn.Dropout(0.1)
-        if scaled:
-            self.scales = nn.ParameterList([torch.zeros(8)])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x))
@@ -43,22 +40,6 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Learned(nn.Module):
-    """Holds a parameter of its own beside its modules."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.position, self.inner = nn.Parameter(torch.zeros(4)), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x + self.position)
-
-
-def shared() -> nn.Module:
-    block = Block()
-    return nn.ModuleDict({"one": block, "two": nn.Sequential(block, nn.Linear(8, 8)), "three": Block()})
 
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -106,28 +87,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.Transformer(16, 2, 2, 1, 32, batch_first=True),
         ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0"],
     ),
-    "no parameter": (nn.GELU, []),
-    # the largest parts are taken apart until they are small; the position and the crumb stay outside
-    "by size": (
-        lambda: nn.ModuleDict(
-            {
-                "large": Learned(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(2)])),
-                "crumb": nn.LayerNorm(2),
-            }
-        ),
-        ["large.inner.0", "large.inner.1"],
-    ),
-    # what owns parameters is opened only for blocks
-    "an owner": (
-        lambda: nn.ModuleDict({"part": Learned(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))}),
-        ["part"],
-    ),
-    "an owner of a list": (lambda: nn.ModuleDict({"part": Block(scaled=True)}), ["part"]),
-    "reparametrised": (
-        lambda: nn.Sequential(weight_norm(nn.Linear(8, 8, bias=False)), weight_norm(nn.Linear(8, 8))),
-        ["0", "1"],
-    ),
-    "used twice": (shared, ["two.1", "three"]),
 }
 
 

@@ -112,7 +112,6 @@ def test_what_is_no_matrix_is_stepped_as_torchs_adamw_steps_it() -> None:
         ("optimizer.fused=true", "Muon has no fused step"),
         ("optimizer.newton_schulz=fp8", "expects one of fp32, bf16"),
         ("optimizer.scaling=none", "expects one of moonshot, jordan"),
-        ("optimizer.momentum=1", "momentum and betas from 0 to below 1"),
         ("optimizer.adamw_lr=-1", "adamw_lr, weight_decay and eps are 0 or more"),
         ("optimizer.betas=[1.5,2]", "momentum and betas from 0 to below 1"),
     ],

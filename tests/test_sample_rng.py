@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Callable
@@ -18,10 +17,9 @@ from torch.distributions import Beta, Binomial, Categorical, Gamma, Normal
 from torch.utils.checkpoint import checkpoint
 
 from tests.options import options
-from tests.ranks import Processes
 from tests.run import Finished, run
 from trainer import Data, Task
-from trainer.data.rng import Random, TensorPart
+from trainer.data.rng import Random
 
 BATCH, WIDTH = 6, 8
 SEEN: list[dict[str, Tensor]] = []  # what the networks of a run here gave, forward after forward
@@ -296,27 +294,6 @@ def test_what_is_computed_again_draws_the_same_also_where_it_begins_to_draw_late
     assert len({round(norm, 6) for norm in norms[0]}) == 4  # of two steps that drop nothing, and three that do
 
 
-class Hooked(nn.Module):
-    """The forward draws nothing; a hook of a backward does, in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-        self.layer.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0 * self.layer(x.flatten(1))
-
-
-def test_noise_that_a_hook_adds_to_gradients_is_the_same_on_every_rank(processes: Processes, tmp_path: Path) -> None:
-    words = [*options(tmp_path, Hooked), "model=hooked", "loop.steps=3", "loop.global_batch=6", "loop.log_every=1"]
-    words += ["loop.eval_every=null", "loop.save_every=null", "precision=fp64"]
-    alone = run([*words, "strategy=single", "run.dir=alone"], place=tmp_path).curve("grad_norm")
-    two = run([*words, "strategy=ddp", "run.dir=two"], 2, "group", place=tmp_path).curve("grad_norm")
-    assert two == pytest.approx(alone, rel=1e-12)
-    assert len(set(alone)) == 3
-
-
 class Compiles(nn.Module):
     """It compiles a part of itself when it is called first."""
 
@@ -414,18 +391,6 @@ def test_masks_are_as_if_drawn_by_lot(p: float, other: bool, shape: tuple[int, .
     assert Random(1, 2, torch.arange(4)).bernoulli(1.0, 4, 9).all()
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3])
-def test_a_part_has_the_numbers_of_the_whole(dim: int) -> None:
-    numbers, shape = Random(1, 2, torch.arange(3)), [3, 4, 6, 8]
-    # a quarter from the front and one from the back, as context ranks have them
-    size = shape[dim]
-    part, shape[dim] = TensorPart(dim, (range(size // 4), range(size - size // 4, size)), size), size // 4 * 2
-    for draw in (lambda one, *own: one.bernoulli(0.5, *own), Random.uniform, Random.normal):
-        whole = draw(numbers.of(7), 3, 4, 6, 8)
-        whole = torch.cat([whole.narrow(dim, each.start, len(each)) for each in part.places], dim)
-        assert torch.equal(draw(numbers.of(7, part), *shape), whole)
-
-
 def test_masks_are_the_same_bits_on_every_machine() -> None:
     kept = Random(1, 2, torch.tensor([5, 2**40])).bernoulli(0.5, 2, 2, 8)
     assert ["".join(map(str, sample)) for sample in kept.int().flatten(1).tolist()] == [
@@ -435,13 +400,6 @@ def test_masks_are_the_same_bits_on_every_machine() -> None:
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# what is drawn is below the end and may be the beginning, as torch's
-INTERVALS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
-    "rand_like": (torch.rand_like, 0.0, 1.0),
-    "uniform_(2, 3)": (lambda x: x.uniform_(2, 3), 2.0, 3.0),
-    "uniform_(-1, 1)": (lambda x: x.uniform_(-1, 1), -1.0, 1.0),
-    "exponential_": (lambda x: x.exponential_(20.0), 5e-324, math.inf),
-}
 MOMENTS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "uniform": (lambda x: x.uniform_(2, 3), 2.5, 12**-0.5),
     "exponential": (lambda x: x.exponential_(2.0), 0.5, 0.5),
@@ -452,7 +410,7 @@ MOMENTS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 class Numbers(Quiet):
     """So many numbers of each type, drawn in every way."""
 
-    def __init__(self, count: int = 60) -> None:
+    def __init__(self, count: int = 15000) -> None:
         super().__init__()
         self.count = count
 
@@ -460,25 +418,13 @@ class Numbers(Quiet):
         output = {"x": self.layer(x)}
         for dtype in DTYPES:
             empty = torch.empty(len(x), self.count, dtype=dtype)
-            for kind, (draw, *_) in (INTERVALS | MOMENTS).items():
+            for kind, (draw, *_) in MOMENTS.items():
                 output[f"{kind}, {dtype}"] = draw(empty.clone())
-            output[f"gumbel, {dtype}"] = F.gumbel_softmax(empty.zero_())
         return output
 
 
-def test_the_first_and_the_last_number_lie_in_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-8, 1 - 2.0**-23, 1 - 2.0**-24])
-    monkeypatch.setattr(Random, "uniform", lambda _, *shape: ends.repeat(math.prod(shape) // 6).view(shape))
-    seen = drawn(tmp_path, Numbers)[0]
-    for dtype in DTYPES:
-        for kind, (_, low, high) in INTERVALS.items():
-            numbers = seen[f"{kind}, {dtype}"]
-            assert low <= float(numbers.min()) <= float(numbers.max()) < high, (kind, dtype)
-        assert seen[f"gumbel, {dtype}"].isfinite().all(), dtype
-
-
 def test_numbers_of_each_type_have_torchs_mean_and_deviation(tmp_path: Path) -> None:
-    seen = drawn(tmp_path, Numbers, "model.count=15000")[0]
+    seen = drawn(tmp_path, Numbers)[0]
     for dtype in DTYPES:
         for kind, (_, mean, deviation) in MOMENTS.items():
             found = seen[f"{kind}, {dtype}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.options import options
 from tests.ranks import Processes
 from tests.run import SMALL, run
 from trainer.parallel.ranks import Ranks
-from trainer.strategies.step_timing import NoStallClock, StallClock, StepTimer, StragglerCheck
+from trainer.strategies.step_timing import NoStallClock, StepTimer, StragglerCheck
 
 
 class Holding(Classification):
@@ -92,12 +91,3 @@ def test_a_few_steps_say_nothing_yet_and_a_short_time_neither(seconds: float, st
     pace = StragglerCheck(company, 0, on_cpu=True)
     rows = [seconds, 0.0, 0.0, seconds, steps], [0.0, 0.0, 0.0, seconds, steps]
     assert [len(lines(company, pace, *rows)) for _ in range(2)] == [0, 1]
-
-
-def test_the_thread_that_looks_at_the_clock_ends_with_whoever_wanted_it() -> None:
-    before = {*threading.enumerate()}
-    stalls = StallClock()
-    (thread,) = {*threading.enumerate()} - before
-    del stalls
-    thread.join(60)
-    assert not thread.is_alive()

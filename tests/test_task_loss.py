@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.options import options
-from tests.ranks import Processes
 from tests.run import Finished, run
 from trainer import Task
 
@@ -116,10 +115,3 @@ def test_a_network_in_a_task_may_not_learn(train: Any) -> None:
     assert not [*done.folder.glob("checkpoints/*")]
     for word in ("frozen", "aside"):
         assert [*train(word, "task=measured", f"task.{word}=true").folder.glob("checkpoints/*2")]
-
-
-@pytest.mark.long
-def test_the_same_is_said_by_every_rank_of_a_pipeline(processes: Processes, train: Any) -> None:
-    done = train("run", "task=measured", "strategy=pp", "loop.micro_batches=2", ranks=2, code=2)
-    assert done.out.count("weights that Measured holds get gradients") == 1
-    assert [*train("fsdp", "task=measured", "strategy=fsdp", "task.frozen=true", ranks=2).folder.glob("checkpoints/*2")]

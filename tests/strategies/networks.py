@@ -7,12 +7,9 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
 )
 
 from recipes.language.decoder import Decoder
@@ -105,40 +102,6 @@ class Activated(nn.BatchNorm1d):
 class BatchNormNet(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 16), Activated(16), nn.Linear(16, CLASSES))
-
-
-class SequenceNet(nn.Module):
-    """A norm on cut sequences, and a head whose output stays cut by class. x: (B, WIDTH) read as (B, 6, 2).
-
-    Dropout is given whole tensors, local parts and DTensors of cut sequences, and parts that are cut by channel.
-    """
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.embed = nn.Linear(2, 8)
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-        self.last = nn.LayerNorm(8)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.dropout(self.embed(x.unflatten(1, (6, 2)))))
-        y = self.dropout(self.down(self.dropout(F.gelu(self.up(self.dropout(x))))))
-        return self.head(self.dropout(self.last(x + y)))
-
-    def plan(self) -> Plan:
-        return Plan(
-            tensor={
-                "embed": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
-                "norm": SequenceParallel(use_local_output=False),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-                "last": SequenceParallel(),
-                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-            }
-        )
 
 
 class DrawingBlock(nn.Module):
@@ -254,16 +217,6 @@ class Weighted(Plain):
 
     def weight(self, target: Any) -> Tensor:
         return target[1].sum()
-
-
-class Steps(Plain):
-    """One class for every place of a sequence."""
-
-    def loss(self, output: Tensor, target: Any) -> Any:
-        return F.cross_entropy(output.flatten(0, 1), target[0].repeat_interleave(6))
-
-    def metrics(self, output: Tensor, target: Any) -> dict[str, Tensor]:
-        return super().metrics(output.mean(1), target)
 
 
 class Contrast(Plain):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.run import far, run
+from tests.run import far
 from tests.strategies.networks import DrawingNet, Plain, Weighted
-from tests.strategies.runs import Train, alike, name_of, typed
+from tests.strategies.runs import Train, alike, name_of
 from trainer import Refusal
-from trainer.strategies.dp import DP, Replicas
+from trainer.strategies.dp import DP
 
 
 class Threads(nn.Module):
@@ -57,34 +56,6 @@ def test_replicas_in_threads_give_the_curve_of_one_device(train: Train, task: An
     alike(train(words, task=task), train(task=task))
 
 
-@dataclass
-class Some:
-    """A batch, or an output."""
-
-    x: torch.Tensor
-    more: dict[str, torch.Tensor]
-
-
-def test_trees_of_every_kind_are_dealt_out_and_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chunks(self: Any, inputs: Any, kwargs: Any, devices: Any) -> Any:
-        return [([part[at] for part in (x.chunk(2) for x in inputs[0])],) for at in range(2)], ({}, {})
-
-    # what torch does with lists of tensors, on devices that are not there
-    monkeypatch.setattr(nn.DataParallel, "scatter", chunks)
-    monkeypatch.setattr(nn.DataParallel, "gather", lambda self, lists, _: [torch.cat(x) for x in zip(*lists)])  # noqa: B905
-    replicas, whole = Replicas(nn.Identity()), Some(torch.arange(6), {"y": torch.arange(6) * 2})
-    parts, _ = replicas.scatter((whole, torch.ones(6), {"carried": torch.arange(6)}, None), {}, [0, 1])
-    assert [
-        (batch.x.tolist(), batch.more["y"].tolist(), len(target), memory["carried"].tolist(), nothing)
-        for batch, target, memory, nothing in parts
-    ] == [
-        ([0, 1, 2], [0, 2, 4], 3, [0, 1, 2], None),
-        ([3, 4, 5], [6, 8, 10], 3, [3, 4, 5], None),
-    ]
-    again = replicas.gather([batch for batch, *_ in parts], 0)
-    assert (again.x.tolist(), again.more["y"].tolist()) == (whole.x.tolist(), whole.more["y"].tolist())
-
-
 def test_without_two_gpus_it_says_so_in_one_line() -> None:
     with DP() as strategy:
         notes = strategy.notes(nn.Linear(1, 1))
@@ -111,27 +82,6 @@ def test_several_processes_and_compiled_replicas_are_refused(train: Train) -> No
     assert torch.equal(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))
     words = f"strategy=dp strategy._target_={name_of(Two)} compile.mode=default"
     assert "use compile.mode=null" in train.refused(words)
-
-
-class Drawing(Two):
-    drawn: ClassVar[list[list[int]]] = []
-
-    def replicas(self, step: nn.Module) -> Callable[[Any, Any], Any]:
-        def forward(*batch: Any) -> Any:
-            self.drawn.append([generator.initial_seed() for generator in torch.cuda.default_generators])
-            return step(*batch)
-
-        return forward
-
-
-def test_every_gpu_draws_its_own_numbers_and_the_same_in_every_run(tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(2)))
-    words = f"strategy=dp strategy._target_={name_of(Drawing)} loop.micro_batches=2 loop.steps=2"
-    for name in ("one", "again"):
-        run([*typed(words), f"run.dir={name}"], place=tmp_path)
-    half = len(Drawing.drawn) // 2
-    assert Drawing.drawn[:half] == Drawing.drawn[half:]
-    assert len({seeds[1] for seeds in Drawing.drawn[:half]}) >= 4  # two steps of two micro-batches
 
 
 @pytest.mark.gpu(2)

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import Processes
 from trainer import Refusal
-from trainer.launch.rendezvous import Launch
-from trainer.parallel.device_mesh import make_mesh, ranks_along, resolve_degrees
-from trainer.strategies.ddp import DDP
-from trainer.strategies.machine import Machine
+from trainer.parallel.device_mesh import resolve_degrees
 
 
 def test_an_open_degree_takes_what_the_others_leave() -> None:
@@ -41,21 +37,3 @@ def test_degrees_that_do_not_multiply_are_refused_with_the_sum(size: int, wanted
     with pytest.raises(Refusal) as refused:
         resolve_degrees(size, wanted)
     assert said in str(refused.value)
-
-
-def neighbours(launch: Launch) -> list[list[int]]:
-    with DDP(machine=Machine(launch=launch, device="cpu")) as strategy:
-        mesh = make_mesh("cpu", {"replicate": 2, "shard": 1, "tensor": 2}, always="shard")
-        return [
-            ranks_along(mesh, *axes).all_gather_values(strategy.world.rank)
-            for axes in (("replicate",), ("shard",), ("replicate", "tensor"), ("pipe",))
-        ]
-
-
-def test_ranks_along_axes_are_those_that_differ_there_only(processes: Processes) -> None:
-    assert processes.run(4, neighbours) == [
-        [[0, 2], [0], [0, 1, 2, 3], [0]],
-        [[1, 3], [1], [0, 1, 2, 3], [1]],
-        [[0, 2], [2], [0, 1, 2, 3], [2]],
-        [[1, 3], [3], [0, 1, 2, 3], [3]],
-    ]

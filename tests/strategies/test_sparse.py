@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.run import quickly
 from tests.strategies.runs import Train, alike
-from trainer import Plan
 
 
 def expert(width: int) -> nn.Module:
@@ -52,7 +49,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Experts inside of blocks; the plan may name each of them, which cannot be units."""
+    """Experts inside of blocks."""
 
     def __init__(self, width: int = 16, experts: int = 8) -> None:
         super().__init__()
@@ -66,33 +63,9 @@ class Blocks(nn.Module):
             x = block(x)
         return self.head(x)
 
-    def plan(self) -> Plan:
-        return Plan()
-
-
-class Named(Blocks):
-    def plan(self) -> Plan:
-        return Plan(shard=("blocks.*.mixture.experts.*",))
-
 
 class Thrown(nn.Module):
-    """Layers that a die chooses, another one on each rank after some forwards: nothing shows it beforehand."""
-
-    def __init__(self, width: int = 16, forwards: int = 3) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(64, width), nn.Linear(width, 10)
-        self.layers = nn.ModuleList(expert(width) for _ in range(2))
-        self.left = forwards
-
-    def forward(self, x: Tensor) -> Tensor:
-        thrown = type(x) is Tensor and self.left < 1  # a forward on shapes sees nothing of it
-        self.left -= self.training
-        x = F.gelu(self.embed(x.flatten(1)))
-        return self.head(self.layers[dist.get_rank() % 2 if thrown else 0](x))
-
-
-class Windows(nn.Module):
-    """An evaluation goes over a picture in as many windows as it needs: other ranks call the layers less often."""
+    """Layers that a die chooses, another one on each rank: nothing shows it beforehand."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -100,14 +73,9 @@ class Windows(nn.Module):
         self.layers = nn.ModuleList(expert(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x.flatten(1))  # (B, width)
-        windows = 1 if self.training or not dist.is_initialized() else 2 + dist.get_rank()
-        return torch.stack([self._window(x) for _ in range(windows)]).mean(0)
-
-    def _window(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
+        thrown = type(x) is Tensor  # a forward on shapes sees nothing of it
+        x = F.gelu(self.embed(x.flatten(1)))
+        return self.head(self.layers[dist.get_rank() % 2 if thrown else 0](x))
 
 
 SPREAD = [
@@ -117,30 +85,14 @@ SPREAD = [
     (2, "strategy=zero1"),
     (2, "strategy=ddp strategy.find_unused_parameters=true"),
 ]
-CASES: list[Any] = [(Blocks, *spread) for spread in SPREAD]
-CASES += [(Named, 2, "strategy=fsdp")]
 COMMON = "loop.global_batch=8 loop.steps=6 data=digits task=classification loop.eval_batch=32"
 
 
-@pytest.mark.parametrize(("network", "ranks", "words"), quickly(CASES, (Blocks, 2, "strategy=fsdp")))
-def test_layers_that_some_samples_use_train_as_in_one_process(
-    train: Train, network: Any, ranks: int, words: str
-) -> None:
-    alike(train(f"{COMMON} {words}", ranks, model=network, task=None), train(COMMON, model=network, task=None))
-
-
-@pytest.mark.parametrize("words", quickly(["", "strategy.reshard_after_forward=false"], ""))
-def test_an_evaluation_may_call_layers_more_often_on_one_rank(train: Train, words: str) -> None:
-    parts: dict[str, Any] = {"model": Windows, "task": None}
-    alike(train(f"{COMMON} strategy=fsdp {words}", 2, **parts), train(COMMON, **parts))
+@pytest.mark.parametrize(("ranks", "words"), quickly(SPREAD, (2, "strategy=fsdp")))
+def test_layers_that_some_samples_use_train_as_in_one_process(train: Train, ranks: int, words: str) -> None:
+    alike(train(f"{COMMON} {words}", ranks, model=Blocks, task=None), train(COMMON, model=Blocks, task=None))
 
 
 def test_who_calls_other_layers_is_refused_before_they_are_gathered(train: Train) -> None:
-    said = train.refused(f"{COMMON} strategy=fsdp +model.forwards=0", 2, code=1, model=Thrown, task=None)
+    said = train.refused(f"{COMMON} strategy=fsdp", 2, code=1, model=Thrown, task=None)
     assert "different modules: layers.0 on rank 0; head on rank 1. " in said
-
-
-@pytest.mark.long
-def test_who_begins_to_call_other_layers_is_refused_too(train: Train) -> None:
-    said = train.refused(f"{COMMON} strategy=fsdp +model.forwards=3", 2, code=1, model=Thrown, task=None)
-    assert "data ranks call different modules: head on rank 1; layers.0 on others, as before. " in said

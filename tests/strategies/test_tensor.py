@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from tests.strategies.networks import CLASSES, Net, Plain
+from tests.strategies.networks import Net, Plain
 from tests.strategies.runs import Train
 from trainer import Plan, Refusal, Task
 from trainer.strategies.machine import Machine
@@ -32,16 +32,6 @@ class Sparse(Net):
         self.bag = nn.EmbeddingBag(4, 4, sparse=True)
 
 
-class Says(Task):
-    """A task that says how a network of others is cut."""
-
-    def __init__(self, styles: dict[str, Any]) -> None:
-        self._styles = styles
-
-    def plan(self, network: nn.Module) -> Plan:
-        return Plan(tensor=self._styles)
-
-
 @pytest.mark.parametrize(
     ("network", "degree", "said"),
     [
@@ -60,18 +50,6 @@ def test_what_cannot_be_cut_is_refused_before_it_starts(network: nn.Module, degr
     assert all(part in str(refused.value) for part in said), str(refused.value)
 
 
-def test_wildcards_stand_within_one_level() -> None:
-    deep = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
-    TP().check(Says({"*.0": ColwiseParallel()}), deep, 2)
-    with pytest.raises(Refusal, match="matches no module"):
-        TP().check(Says({"*.*.0": ColwiseParallel()}), deep, 2)
-
-
-def test_processes_that_make_up_no_whole_copies_are_refused_with_degrees_that_do() -> None:
-    with pytest.raises(Refusal, match=r"4 processes / \(strategy.tensor 3 = 3\) is not whole; nearest: .*tensor=4, or"):
-        TP(replicate=None, tensor=3).data_ranks(4)
-
-
 class Drifting(Net):
     """One rank's norm goes its own way."""
 
@@ -88,52 +66,33 @@ def test_parameters_outside_the_plan_are_watched(train: Train) -> None:
     assert "head" not in said.partition("norm.weight")[2].partition("\n")[0]
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-class Rounding(torch.autograd.Function):
+class Off(torch.autograd.Function):
     """The identity, whose gradient is off by so much of itself on the second rank: as of kernels with atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, off: float) -> Tensor:
-        ctx.off = off
+        ctx.off = off * (dist.get_rank() if dist.is_initialized() else 0)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * (1 + ctx.off * _rank()), None
+        return grads[0] * (1 + ctx.off), None
 
 
-class Uneven(Net):
-    def __init__(self, off: float) -> None:
-        super().__init__()
-        self.off = off
-        self.last = nn.BatchNorm1d(CLASSES)
+class Rounded(Net):
+    off = 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.last(super().forward(x))
-        if self.training:
-            with torch.no_grad():
-                self.last.running_mean.data += 1e-7 * _rank()
-        return Rounding.apply(y, self.off)
+        return Off.apply(super().forward(x), self.off)
 
 
-class Rounded(Uneven):
-    def __init__(self) -> None:
-        super().__init__(1e-6)
-
-
-class Apart(Uneven):
-    def __init__(self) -> None:
-        super().__init__(1.0)
+class Apart(Rounded):
+    off = 1.0
 
 
 def test_rounding_moves_no_copy_away_from_the_others_and_stops_no_save(train: Train) -> None:
     """Ranks compare what they hold at each line, and before each save."""
-    seen, alone = (
-        train(f"precision=fp32 {words}", ranks, model=Rounded) for words, ranks in (("strategy=tp", 2), ("", 1))
-    )
+    seen, alone = train("precision=fp32 strategy=tp", 2, model=Rounded), train("precision=fp32", model=Rounded)
     assert seen.losses == pytest.approx(alone.losses, abs=1e-3)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.ranks import Processes
 from tests.strategies.networks import CLASSES, WIDTH, Net, Plain, ToyData
-from tests.strategies.runs import Train, alike, name_of
+from tests.strategies.runs import Train, alike
 from trainer.data.loader import TrainLoader
 from trainer.launch.rendezvous import Launch
 from trainer.strategies.machine import Machine
@@ -24,26 +24,7 @@ class HeadOnly(nn.Linear):
         super().__init__(WIDTH, CLASSES)
 
 
-class Lars(torch.optim.Optimizer):
-    """A rate for each parameter from the norms of all of it: no optimizer of single elements. After You et al. 2017."""
-
-    def __init__(self, groups: Any, lr: float = 0.05) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": 0.9})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                trust = (parameter.norm() + 1e-3) / (parameter.grad.norm() + 1e-3)
-                memory = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                memory.mul_(group["momentum"]).add_(parameter.grad * trust)
-                parameter.sub_(group["lr"] * memory)
-
-
 OPTIMIZERS = {
-    "of norms": f"optimizer=torch optimizer._target_={name_of(Lars)} optimizer.lr=0.05",
     "of rows and columns": "optimizer=torch optimizer._target_=torch.optim.Adafactor optimizer.lr=0.01",
     "many at once": "+optimizer.foreach=true optimizer.fused=false",
 }
