@@ -1,7 +1,7 @@
 """An accelerator that is not there: its tensors lie elsewhere, so torch says, and the CPU's kernels compute with them.
 And a watch over what a program asks of it, or of a real one: what makes the host wait there, or could not work at all.
 
-`python -m tests.elsewhere REPORT PROCESSES KIND RUNS` runs the trainer on it, watched. In processes of its own: torch
+`python -m tests.elsewhere REPORT PROCESSES RUNS` runs the trainer on it, watched. In processes of its own: torch
 keeps such a device for the rest of a process's life.
 """
 
@@ -118,10 +118,11 @@ class Event:
         Elsewhere.current.arrive(self._copies)
 
 
-class Stream:
+class Stream(nullcontext[None]):
     """The streams of the device, which are all one: it does everything in order."""
 
-    def __init__(self, **_: Any) -> None: ...
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
 
     def record_event(self) -> Event:
         return Event()
@@ -134,76 +135,34 @@ class Stream:
 
     def wait_event(self, event: Event) -> None: ...
 
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
+    wait_stream = wait_event
 
 
 STREAM = Stream()
-
-
-class Module:
-    """What torch asks of `torch.elsewhere`."""
-
-    default_generators = (torch.default_generator,)  # what is drawn there the CPU draws
-
-    def __init__(self) -> None:
-        self.Stream, self.Event = Stream, Event
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 1
-
-    def get_device_properties(self, device: Any) -> Any:
-        return SimpleNamespace(uuid=os.getpid())  # each process sees one alone, and not that of another
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return STREAM
-
-    def stream(self, stream: Stream) -> Any:
-        return nullcontext()
-
-    def get_device_name(self, index: int) -> str:
-        return "Nowhere 1"
-
-    def is_bf16_supported(self, including_emulation: bool) -> bool:
-        return False
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def manual_seed(self, seed: int) -> None:
-        """Nothing: that generator is seeded anyway."""
-
-    manual_seed_all = manual_seed
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
-
-    def get_rng_state_all(self) -> list[Tensor]:
-        return [torch.get_rng_state()]
-
-    def set_rng_state_all(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-
-    def set_device(self, device: Any) -> None: ...
+MODULE = SimpleNamespace(  # what torch asks of `torch.elsewhere`
+    Stream=Stream,
+    Event=Event,
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    set_device=lambda device: None,
+    get_device_name=lambda index: "Nowhere 1",
+    get_device_properties=lambda device: SimpleNamespace(uuid=os.getpid()),  # each process sees one of its own
+    current_stream=lambda device=None: STREAM,
+    stream=lambda stream: nullcontext(),
+    is_bf16_supported=lambda including_emulation: False,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    # what is drawn there the CPU draws, and its generator is seeded anyway
+    default_generators=(torch.default_generator,),
+    manual_seed=lambda seed: None,
+    manual_seed_all=lambda seed: None,
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+    get_rng_state_all=lambda: [torch.get_rng_state()],
+    set_rng_state_all=lambda states: torch.set_rng_state(states[0]),
+)
 
 
 class There(Tensor):
@@ -237,16 +196,16 @@ There.data = property(Tensor.data.__get__, _set_data)  # type: ignore
 
 
 class Elsewhere(TorchDispatchMode):
-    """The device while it is there. `wide`: has it float64, and fused steps?
+    """The device while it is there.
 
     What it copies to the host without being waited for arrives when somebody waits: who reads earlier reads -1.
     """
 
     current: Elsewhere
 
-    def __init__(self, wide: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        Elsewhere.current, self._wide = self, wide
+        Elsewhere.current = self
         self.under_way: list[tuple[Tensor, Tensor]] = []
         self.arrived = 0
 
@@ -293,8 +252,6 @@ class Elsewhere(TorchDispatchMode):
         def to_there(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            if value.dtype == torch.float64 and not self._wide:
-                raise TypeError("this device does not support float64")
             return known[id(value)] if id(value) in known else There(value)
 
         return tree_map(to_there, result) if lies_there else result
@@ -311,34 +268,25 @@ class Elsewhere(TorchDispatchMode):
         return goal
 
 
-def _refuse_fused(parameter: Tensor, **_: Any) -> None:
-    if parameter.device.type == KIND:
-        raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
-
-
-def appear(wide: bool, sends: bool) -> Module:
+def appear(sends: bool) -> None:
     """Let torch find the device from now on. `sends`: gloo, by another name, takes its tensors for those of the CPU."""
-    module = Module()
-    _setup_privateuseone_for_python_backend(KIND, backend_module=module)
+    _setup_privateuseone_for_python_backend(KIND, backend_module=MODULE)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) makes it here and then copies, as it seems
-    if not wide:
-        patch("torch.optim.adam._device_dtype_check_for_fused", _refuse_fused).start()
     if sends:
         dist.Backend.register_backend("there", dist.ProcessGroupGloo, devices=[KIND])
         dist.Backend.backend_capability["gloo"].append(KIND)
-    return module
 
 
-def trained(launch: Launch, wide: bool, runs: list[list[str]]) -> list[dict[str, Any]]:
+def trained(launch: Launch, runs: list[list[str]]) -> list[dict[str, Any]]:
     """Do these runs one after the other; how each ended, and what was found in it."""
-    module = appear(wide, launch.world_size > 1)
+    appear(launch.world_size > 1)
     told: list[dict[str, Any]] = []
     for number, words in enumerate(runs):
         with (
-            patch("torch.accelerator.current_stream", module.current_stream),
-            patch("torch.Stream", module.Stream),
+            patch("torch.accelerator.current_stream", MODULE.current_stream),
+            patch("torch.Stream", Stream),
             patch("trainer.parallel.activation_offload.HostCopies.min_bytes", 0),  # where a run offloads, all of it
-            Elsewhere(wide),
+            Elsewhere(),
             Watch() as watch,
         ):
             own = replace(launch, run_id=f"run-{number}" if launch.address else "")
@@ -347,10 +295,10 @@ def trained(launch: Launch, wide: bool, runs: list[list[str]]) -> list[dict[str,
     return told
 
 
-def main(report: Path, size: int, wide: bool, runs: list[list[str]]) -> int:
+def main(report: Path, size: int, runs: list[list[str]]) -> int:
     """The same on so many processes; rank 0 reports."""
     if size == 1:
-        report.write_text(json.dumps(trained(Launch(), wide, runs)))
+        report.write_text(json.dumps(trained(Launch(), runs)))
         return 0
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     ranks = []
@@ -359,7 +307,7 @@ def main(report: Path, size: int, wide: bool, runs: list[list[str]]) -> int:
         if not pid:
             try:
                 launch = Launch(rank, size, rank, size, 0, "run", f"127.0.0.1:{store.port}", launcher_serves_store=True)
-                told = trained(launch, wide, runs)
+                told = trained(launch, runs)
                 if launch.is_main:
                     report.write_text(json.dumps(told))
             except BaseException:
@@ -371,5 +319,5 @@ def main(report: Path, size: int, wide: bool, runs: list[list[str]]) -> int:
 
 
 if __name__ == "__main__":
-    place, count, which, words = sys.argv[1:]
-    sys.exit(main(Path(place), int(count), which == "wide", json.loads(words)))
+    place, count, words = sys.argv[1:]
+    sys.exit(main(Path(place), int(count), json.loads(words)))

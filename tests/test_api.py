@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,10 +96,7 @@ def test_who_was_started_by_a_launcher_starts_nobody(place: Path, monkeypatch: p
 
 
 def test_more_processes_than_the_memory_bears_are_refused() -> None:
-    message = (
-        r"processes=10000000: a process takes 0\.4 GB at least, 4,000,000\.0 GB in all, .*; at most processes=\d+$"
-    )
-    with pytest.raises(trainer.Refusal, match=message):
+    with pytest.raises(trainer.Refusal, match=r"a process takes 0\.4 GB at least, .*; at most processes=\d+$"):
         trainer.run(WORDS, processes=10_000_000)
 
 
@@ -195,17 +191,6 @@ def test_several_processes_give_back_what_the_first_has(
     assert (left["state"], left["root_rank"], left["reason"][:21]) == ("failed", 1, "RuntimeError: this pr")
 
 
-SLOW = """
-import time
-from recipes.vision.classification import Classification
-
-class Slow(Classification):
-    def after_step(self, network, step):
-        open("stepping", "w").close()
-        time.sleep(3600)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) -> None:
@@ -216,7 +201,10 @@ def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) ->
     command.wait_for_step(once, 1)
     # what is killed is started again, and then takes requests as before
     os.kill(command.rank(0), signal.SIGKILL)  # the rank that serves the store
-    wait_for(lambda: status(once)["attempt"] == 2)
+    until = time.monotonic() + 120
+    while status(once)["attempt"] == 1:
+        assert time.monotonic() < until
+        time.sleep(0.05)
     os.kill(command.pid, signal.SIGINT)
     ended = command.end()
     assert (ended.code, ended.left) == (75, []), ended.out
@@ -226,24 +214,6 @@ def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) ->
     (last,) = ended.out.splitlines()[-1:]
     assert last.startswith("  python -m trainer ")
     assert "processes=2" in last
-
-    # a second request ends at once what will never get to its end
-    (place / "lab.py").write_text(SLOW)
-    command = start([*endless, "run.name=twice", "task._target_=lab.Slow", "trust=[lab]"], place=place)
-    wait_for((place / "stepping").exists)
-    os.kill(command.pid, signal.SIGINT)
-    time.sleep(1)  # a terminal may deliver one Ctrl-C twice: only a later one is another
-    os.kill(command.pid, signal.SIGINT)
-    ended = command.end()
-    assert (ended.code, ended.left) == (1, []), ended.out
-    assert "interrupted twice" in ended.out.splitlines()[-1]
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @pytest.mark.long

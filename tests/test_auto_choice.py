@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import trainer
-from tests.run import ROOT, Command, curve, far, run
+from tests.run import Command, curve, far
 from trainer.jobs.plan.choice import LATE, choose_row
 
 MIB = 2**20
@@ -61,7 +61,7 @@ def capped(tmp_path):
 
 
 LARGE = ("processes=2", "device=cpu", "model=mlp", "model.width=4096", "model.depth=4", "loop.global_batch=8")
-TIGHT, TIGHTER = 2_900 * MIB, 2_400 * MIB
+TIGHT = 2_900 * MIB
 
 
 def environment(place):
@@ -77,32 +77,8 @@ def test_auto_takes_what_fits_into_a_limit_of_memory(capped, tmp_path):
     # copies of the whole network do not fit; what does depends on what gloo takes for itself
     assert facts["strategy"] != "ddp"
     assert facts["auto"]["overrides"][0] == f"strategy={facts['strategy']}"
-    # a row of the table of errors: what was planned, and what the first steps took
-    assert facts["planned"] == facts["auto"]["planned"]
-    # of the main rank, where the plan is of the one that holds most: of a pipeline these are two
-    assert 0.3 < facts["measured"]["peak"] / facts["planned"]["peak"] < 1.3
-    assert facts["measured"]["step_s"] > 0
-    assert "planned     " in screen
     config = yaml.safe_load((tmp_path / "runs/large/config.yaml").read_text())
     assert not config["strategy"]["_target_"].endswith("auto")
-
-
-@pytest.mark.long
-def test_a_resume_keeps_what_was_chosen_unless_it_no_longer_fits(capped, tmp_path):
-    words = [*LARGE, "run.name=large", "loop.eval_every=null", "log=[]", "schedule=constant"]
-    capped(2**34, [*words, "loop.steps=1"])
-    assert environment(tmp_path)["strategy"] == "ddp"
-    capped(2**33, [*words, "loop.steps=2"])
-    assert environment(tmp_path)["auto"]["reason"] == "as this run began"
-    capped(TIGHT, [*words, "loop.steps=3"])
-    smaller = environment(tmp_path)["strategy"]
-    assert smaller != "ddp"
-    # with memory enough, as it is now
-    capped(2**34, [*words, "loop.steps=4"])
-    assert environment(tmp_path)["strategy"] == smaller
-    words = [word for word in words if word != "processes=2"]
-    run([*words, "loop.steps=5", "run.resume=fresh"], place=tmp_path)
-    assert environment(tmp_path)["strategy"] == "single"
 
 
 SLICED = ("device=cpu", "model=vit_tiny", "model.depth=4", "loop.global_batch=512", "loop.micro_batch=auto", "log=[]")
@@ -120,36 +96,3 @@ def test_the_largest_micro_batch_that_fits_is_chosen_and_the_curve_stays(capped,
     assert slices[0] == 256  # all that a rank has of a step
     assert slices[1] < 256
     assert far(*curves) < 1e-6
-
-
-SMALLER_RANK = """
-import os, resource
-from recipes.vision.digits import Digits
-
-class Crowded(Digits):
-    def __init__(self, spare, **keys):
-        super().__init__(**keys)
-        if os.environ.get("RANK") == "1":  # another program has most of this rank's memory
-            taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (taken + spare * 2**20, resource.RLIM_INFINITY))
-"""
-
-
-@pytest.mark.long
-def test_the_rank_with_the_least_memory_decides_for_all_and_one_that_runs_out_ends_the_run(tmp_path):
-    lab = tmp_path / "lab"
-    (lab / "conf/data").mkdir(parents=True)
-    (lab / "__init__.py").touch()
-    (lab / "crowded.py").write_text(SMALLER_RANK)
-    keys = (ROOT / "conf/data/digits.yaml").read_text().replace("recipes.vision.digits.Digits", "lab.crowded.Crowded")
-    (lab / "conf/data/crowded.yaml").write_text(f"{keys}\nspare: 1800\n")
-    words = [*SLICED, "--config-dir", "lab/conf", "data=crowded", "strategy=ddp", "loop.steps=2", "run.name=crowded"]
-    run(words, 2, "process", place=tmp_path)
-    config = yaml.safe_load((tmp_path / "runs/crowded/config.yaml").read_text())
-    assert config["loop"]["micro_batch"] < 256
-    # by a number that is too large this rank runs out in the middle of a step: nobody waits for it
-    words = [word for word in words if not word.startswith(("loop.micro_batch=", "run.name="))]
-    words += ["data.spare=300", "loop.micro_batch=256", "run.name=out"]
-    screen = run(words, 2, "process", place=tmp_path, code=1).out
-    assert "The device's memory ran out" in screen
-    assert "Try loop." in screen

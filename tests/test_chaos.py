@@ -60,19 +60,6 @@ def test_whatever_is_not_the_same_is_named(tmp_path: Path) -> None:
     assert found[1] == "loss_hex of 1 of 6 steps differs or is missing, from step 2 on"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--kinds kill_rank,explode", "--kinds: there is no explode; there are kill_rank, kill_all,"),
-        ("run.dir=runs/a", "run.dir=runs/a: the folder is chosen here"),
-        ("loop.stepps=3", "loop.stepps: there is no such key"),
-    ],
-)
-def test_what_cannot_be_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
-    assert capsys.readouterr().err.startswith(f"scripts/chaos: {said}")
-
-
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(

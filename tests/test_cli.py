@@ -238,31 +238,6 @@ def test_one_process_does_not_import_the_compiler(tmp_path: Path) -> None:
     assert not {"torch._dynamo", "torch._inductor"} & imported
 
 
-LIGHTNING = """
-from torch import nn
-
-class Light(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Flatten(), nn.Linear(64, 10))
-
-    def configure_optimizers(self):
-        raise AssertionError
-
-    def training_step(self, batch, index):
-        raise AssertionError
-"""
-
-
-def test_methods_that_lightning_would_call_are_noted(tmp_path: Path) -> None:
-    (tmp_path / "light.py").write_text(LIGHTNING)
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "light.yaml").write_text("_target_: light.Light")
-    words = ["--config-dir", "conf", "model=light", "loop.steps=1", "strategy=single", "log=[console]"]
-    said = " ".join(run(words, place=tmp_path).out.split())
-    assert "note Light.configure_optimizers is not called: the optimizer is chosen with optimizer=" in said
-    assert "note Light.training_step is not called: the task says the loss, task=" in said
-
-
 def test_a_folder_is_named_by_what_a_strategy_came_to(tmp_path: Path) -> None:
     for strategy, name in (("auto", "single"), ("mesh", "fsdp")):
         ended = run([*SMALL, f"strategy={strategy}", "loop.steps=1", f"run.root={name}"], place=tmp_path)

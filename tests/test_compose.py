@@ -215,7 +215,6 @@ def test_keys_as_arguments_of_python_are_answered_with_the_words_that_they_are_h
 def test_what_is_huge_is_taken_or_refused_in_a_few_lines() -> None:
     composed(*(f"+data.key_{number}=1" for number in range(300)))
     assert composed("run.name=" + "x" * 100_000)["run"]["name"] == "x" * 100_000
-    refusal(*(f"data.root=/{number}" for number in range(50)))
     assert "a list of 60,001 values; a word has at most 2,000, a yaml" in refusal("+data.list=[" + "1," * 60_000 + "1]")
 
 
@@ -253,29 +252,17 @@ def test_several_processes_refuse_with_one_voice(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- what is taken
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["strategy=ddp", "model=resnet18", "optimizer.lr=0.4"],
-        ["loop.log_every=[1ep,15min,500]", "run.stop_after=01:30:00", "loop.save_every=null"],
-        ["+optimizer.amsgrad=true", "++optimizer.lr=1", "~optimizer.eps"],
-        ["optimizer.betas.0=0.8", "optimizer={lr:1}"],
-        ["experiment=null", "run.name=2024", "loop.steps=1e4"],
-        ["data=imagefolder", "data.root=~/my pictures"],
-        ["loop.epochs=${seed}", "seed=3"],
-    ],
-    ids=str,
-)
-def test_hydra_s_grammar_is_taken(words: list[str]) -> None:
-    composed(*words)
-
-
-def test_words_arrive() -> None:
-    cfg = composed("strategy=ddp", "strategy.bucket_mb=7", "optimizer.lr=3", "log=[console]", "loop.epochs=4")
-    assert cfg["strategy"]["_target_"] == "trainer.strategies.ddp.DDP"
+def test_words_arrive_in_all_of_hydra_s_grammar() -> None:
+    words = ["strategy=ddp", "strategy.bucket_mb=7", "++optimizer.lr=3", "log=[console]", "loop.epochs=${seed}"]
+    more = ["+optimizer.amsgrad=true", "~optimizer.eps", "optimizer.betas.0=0.8", "loop={steps:1e4}", "seed=4"]
+    cfg = composed(*words, *more, "experiment=null", "run.name=2024", "loop.log_every=[1ep,15min,500]")
+    assert cfg["strategy"]["_target_"].endswith(".DDP")
     assert (cfg["strategy"]["bucket_mb"], cfg["optimizer"]["lr"], [*cfg["log"]]) == (7, 3, ["console"])
-    assert cfg["loop"]["epochs"] == 4
+    assert (cfg["optimizer"]["amsgrad"], "eps" in cfg["optimizer"], cfg["optimizer"]["betas"][0]) == (True, False, 0.8)
+    assert (cfg["loop"]["epochs"], cfg["loop"]["steps"], cfg["run"]["name"]) == (4, 10000, 2024)
+    assert cfg["loop"]["log_every"] == ["1ep", "15min", 500]
     assert "hydra" not in cfg
+    assert composed("data=imagefolder", "data.root=~/my pictures")["data"]["root"] == "~/my pictures"
     for words in ("compile=true compile.fullgraph=true", "compile.fullgraph=true compile=true"):
         assert composed(*words.split())["compile"]["fullgraph"] is True
 
@@ -325,21 +312,9 @@ def test_secrets_are_not_written_and_not_shown(monkeypatch: pytest.MonkeyPatch) 
 
 
 class TestLab:
-    @pytest.mark.parametrize(
-        "spelled",
-        [
-            ["--config-dir", "lab/conf"],
-            ["--config-dir=lab/conf"],
-            ["-cd", "lab/conf"],
-            ["--config-dir", "./lab/conf/"],
-        ],
-        ids=str,
-    )
-    def test_its_options_are_found_however_the_folder_is_written(self, lab: Path, spelled: list[str]) -> None:
-        assert composed(*spelled, "model=unet")["model"]["width"] == 8
-        assert composed("model=unet", *spelled, "seed=3")["seed"] == 3  # flags between words
-
-    def test_an_absolute_path_and_two_folders(self, lab: Path) -> None:
+    def test_its_options_are_found_however_the_folder_is_written(self, lab: Path) -> None:
+        for spelled in (["--config-dir", "./lab/conf/"], ["--config-dir=lab/conf"], ["-cd", "lab/conf"]):
+            assert composed("model=unet", *spelled, "seed=3")["model"]["width"] == 8  # flags between words
         put(lab.parent / "more conf 'x'", "data/cells", "_target_: lab.data.Cells\n")
         words = ["--config-dir", str(lab), "--config-dir", "lab/more conf 'x'", "model=unet", "data=cells"]
         cfg = composed(*words)
@@ -398,7 +373,6 @@ class TestLab:
             ("seeed: 3", "seeed"),
             ("defaults:\n  - override /model: cmn", "bad.yaml: its defaults ask for model=cmn, and there is no such"),
             ("trust: [os]", "only the command line"),
-            ("hydra: {job: {env_copy: [NOT_SET_ANYWHERE]}}", "NOT_SET_ANYWHERE"),
             ("hydra: {sweeper: {params: {seed: '(1'}}}", "seed=(1"),
             ("hydra: {sweeper: {params: {trust: '[os]'}}}", "only the command line can set trust"),
         ],
@@ -416,7 +390,6 @@ class TestLab:
             ("_target_: lab.net.Net\nwidth: [1, 2\nname: x\n", "line 3"),
             ("a: 1\na: 2\n", "line 2"),
             ("a: *unknown\n", "line 1"),
-            ("a: '${x'\n", "${x"),
             ("a: \x00\n", "not valid YAML"),
             ("a: &a [*a]\n", "without end"),
             (
@@ -424,12 +397,12 @@ class TestLab:
                 "unet.yaml: its references (*name) make 4,398,046,511,103 values of it; at most 10,000",
             ),
         ],
-        ids=["syntax", "twice", "alias", "interpolation", "bytes", "endless", "bomb"],
+        ids=["syntax", "twice", "alias", "bytes", "endless", "bomb"],
     )
     def test_a_broken_yaml_is_named_with_its_line(self, lab: Path, content: str, said: str) -> None:
         put(lab, "model/unet", content)
         message = refusal("--config-dir", "lab/conf", "model=unet")
         assert said in message
-        assert "unet" in message or "${" in message  # OmegaConf itself forgets where it has read an interpolation
+        assert "unet" in message
         put(lab, "model/unet", "_target_: lab.net.Net\nwidth: &width 7\nclasses: *width\n")
         assert composed("--config-dir", "lab/conf", "model=unet")["model"]["classes"] == 7

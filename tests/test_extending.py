@@ -98,36 +98,6 @@ def test_gradients_of_another_layout_are_no_silent_nonsense(home: Path) -> None:
     assert re.search(r"gradient of .*weight.*torch.empty_like\(parameter\)", said), said
 
 
-GAPS = """
-import torch
-from torch import nn
-
-
-class Gaps(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 20)[:, ::2])
-
-    def forward(self, images):
-        return images.flatten(1) @ self.weight
-"""
-
-
-def test_a_weight_with_gaps_in_memory_is_none_of_them(home: Path) -> None:
-    (home / "lab" / "gaps.py").write_text(GAPS)
-    (home / "lab" / "conf" / "model" / "gaps.yaml").write_text("_target_: lab.gaps.Gaps\n")
-    # autograd lays its gradient out without the gaps
-    words = [
-        "experiment=null",
-        "model=gaps",
-        "strategy=single",
-        "loop.steps=1",
-        "run.dir=gaps",
-        "optimizer.fused=false",
-    ]
-    train(home, *words)
-
-
 def test_a_job_of_a_lab_opens_a_trained_run(home: Path, processes: Processes) -> None:
     train(home, "run.dir=normed", *BRIEF, "loop.steps=4")
     words = ["--config-dir", "lab/conf", "run.dir=normed", "job=norms", "job.top=3"]

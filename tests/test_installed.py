@@ -137,13 +137,3 @@ def test_processes_are_not_started_where_they_would_run_something_else(
     monkeypatch.chdir(tmp_path)  # from Python it is a refusal
     with pytest.raises(Refusal, match="is not this program"):
         product.run(["loop.steps=1", "run.dir=run"], processes=2)
-
-
-def test_scripts_train_says_so_too(tmp_path: Path) -> None:
-    (tmp_path / "trainer.py").write_text(THEIRS)
-    code, screen = said(tmp_path, "-P", str(ROOT / "scripts" / "launch.py"), "strategy=single", "loop.steps=1")
-    assert (code, screen) == (
-        2,
-        f"scripts/train: {tmp_path}/trainer.py is not this program, and Python finds it first;"
-        " start in another folder, or pip uninstall what has put it there.\n",
-    )

@@ -202,15 +202,10 @@ class Segment(Task):
 
 def test_outputs_of_several_sizes_are_a_file_each(processes: Processes, tmp_path: Path) -> None:
     (tmp_path / "sizes.py").write_text(SIZES)
-    for group, target in (("data", "sizes.Maps"), ("task", "sizes.Segment"), ("model", "torch.nn.Conv2d")):
-        file = tmp_path / f"conf/{group}/sizes.yaml"
-        file.parent.mkdir(parents=True)
-        shape = "in_channels: 1\nout_channels: 1\nkernel_size: 1\n" * (group == "model")
-        file.write_text(f"_target_: {target}\n{shape}")
-    sizes = [f"{group}=sizes" for group in ("data", "task", "model")]
-    words = ["--config-dir", "conf", "loader.workers=0", "run.dir=run"]
-    trained = ["trust=[sizes]", *sizes, "loop.global_batch=2", "loop.eval_batch=1", "loop.steps=1"]
-    run([*words, *trained], place=tmp_path)
+    words = ["trust=[sizes]", "loader.workers=0", "run.dir=run"]
+    own = ["~data", "+data._target_=sizes.Maps", "~task", "+task._target_=sizes.Segment", "~model"]
+    own += ["+model._target_=torch.nn.Conv2d", "+model={in_channels:1,out_channels:1,kernel_size:1}"]
+    run([*words, *own, "loop.global_batch=2", "loop.eval_batch=1", "loop.steps=1"], place=tmp_path)
     answers = {}
     for size, word in ((1, "single"), (2, "ddp")):
         predict = [*words, f"strategy={word}", "job=predict", f"job.out={word}.safetensors"]

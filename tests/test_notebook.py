@@ -148,17 +148,6 @@ def test_objects_of_a_cell_are_trained_without_a_configuration(notebook: Noteboo
 
 
 @pytest.mark.long
-def test_a_network_that_a_cell_writes_into_a_file_is_trained(notebook: Notebook) -> None:
-    page = (DOCS / "python.md").read_text()
-    (cell,) = re.findall(r"^```\n(%%writefile .*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert notebook.cell(cell).error == ""
-    words = ["model._target_=mine.small", "trust=[mine]"]
-    assert f"trainer.run({words})".replace("'", '"') in page
-    said = notebook.cell(f"trainer.run([*WORDS[3:], 'run.name=own', *{words}]).state")
-    assert (said.error, said.value) == ("", "'completed'"), said
-
-
-@pytest.mark.long
 def test_several_processes_speak_into_the_cell_and_hear_its_button(notebook: Notebook, place: Path) -> None:
     said = notebook.cell("trainer.run([*WORDS, 'run.name=two'], processes=2).state")
     assert said.value == "'completed'", said

@@ -56,20 +56,6 @@ def test_memory_and_bytes_of_every_strategy(tmp_path: Path) -> None:
     assert "not planned cp: VisionTransformer cannot be trained on stretches" in screen
 
 
-DECODER = ("model=gpt_nano", "model.width=32", "model.depth=2", "data=synthetic_tokens", "data.length=64")
-
-
-@pytest.mark.long
-def test_tokens_travel_to_experts_in_even_shares(tmp_path: Path) -> None:
-    words = ["model=moe_nano", "model.width=32", "model.depth=2", "data=synthetic_tokens", "data.length=64"]
-    words += ["strategy=fsdp", "strategy.expert=2", "job.processes=[2]", "job.strategies=[own]", "loop.global_batch=8"]
-    facts, _ = plan(tmp_path, network=words)
-    (row,) = facts["rows"]
-    # one block has experts; each of 4 samples × 64 tokens goes to two of 8: there and back, and so do the gradients;
-    # before them how many rows each expert gets
-    assert collective(row, "all-to-all") == 4 * (4 * 64 * 2) * 32 * 4 + 8 * 8
-
-
 @pytest.mark.long
 def test_a_thousand_ranks_of_which_none_is_there(tmp_path: Path) -> None:
     wide = ("model.width=1024", "model.depth=1", "loop.global_batch=128")
@@ -106,18 +92,6 @@ def test_without_time_nothing_is_said_of_what_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_evaluation_may_take_most(tmp_path: Path) -> None:
-    # an output of 64 samples × 64 tokens × 4,096 numbers, of 16 in a step
-    words = ["data.vocab_size=4096", "loop.global_batch=16", "job.processes=[1]", "job.memory=0.6", "task=language"]
-    facts, screen = plan(tmp_path, *words, network=DECODER)
-    (row,) = facts["rows"]
-    assert row["when"].startswith("evaluation")
-    assert row["peak"] > 64 * 64 * 4096 * 4
-    # which costs nothing to change
-    assert "MiB too many; most is needed in evaluations: loop.eval_batch=16, or less" in screen
-
-
-@pytest.mark.long
 def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> None:
     copytree(ROOT / "tests/foreign", tmp_path / "foreign")
     words = ["--config-dir", "foreign/conf", "experiment=experts"]
@@ -126,35 +100,6 @@ def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> N
     reason = facts["refused"]["strategy=single"]
     assert reason.startswith("it reads values of tensors (aten.nonzero.default), which a plan does not have, in ")
     assert "foreign/experts.py:" in reason
-
-
-ODD = """
-import torch
-from torch import nn
-
-class Odd(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        rates = torch.linspace(0, 0.5, 2).tolist()  # as stochastic depth does
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in rates)
-        self.head = nn.Linear(64, num_classes)
-        self.scale = nn.Parameter(self.head.weight.norm().data)  # as torch's old weight_norm does
-
-    def forward(self, images):
-        x = images.flatten(1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x) * self.scale
-"""
-
-
-@pytest.mark.long
-def test_a_constructor_may_read_values_and_compute_with_its_parameters(tmp_path: Path) -> None:
-    (tmp_path / "odd.py").write_text(ODD)
-    words = ["~model", "+model._target_=odd.Odd", "+model.num_classes=10", "trust=[odd]"]
-    facts, _ = plan(tmp_path, "job.processes=[1]", network=words)
-    (row,) = facts["rows"]
-    assert row["by_kind"]["weights"] == 4 * (2 * (64 * 64 + 64) + 64 * 10 + 10 + 1)
 
 
 @pytest.mark.parametrize(

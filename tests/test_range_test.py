@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
 from tests.ranks import Processes
@@ -95,17 +94,3 @@ def test_every_strategy_sees_the_same_losses_and_all_ranks_stop_alike(
     assert len(rows(alone.out)) > 5
     assert rows(run([*words, f"strategy={strategy}"], 2, "group", place=tmp_path).out) == rows(alone.out)
     assert [*tmp_path.iterdir()] == []
-
-
-def test_rates_of_their_own_are_in_the_command_as_they_were_in_the_test(tmp_path: Path) -> None:
-    groups = "optimizer.groups=[{pattern:'1',lr:0.002},{pattern:'3',weight_decay:0}]"
-    words = ["optimizer=muon", "optimizer.lr=0.001", "optimizer.adamw_lr=0.004", groups]
-    command = shlex.split(run([*WORDS, *words, "job.plot=null"], place=tmp_path).out.rstrip().splitlines()[-1])
-    optimizer = yaml.safe_load(run([*command[3:], "--cfg", "job"], place=tmp_path).out)["optimizer"]
-    rate = optimizer["lr"]
-    assert rate != 0.001
-    assert optimizer["adamw_lr"] == pytest.approx(4 * rate, rel=0.05)
-    assert optimizer["groups"] == [
-        {"pattern": "1", "lr": pytest.approx(2 * rate, rel=0.05)},
-        {"pattern": "3", "weight_decay": 0},
-    ]

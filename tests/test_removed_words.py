@@ -1,13 +1,11 @@
 """Words of the past: each is answered with what to do instead, and run folders that have them open."""
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import yaml
 
-from tests.run import ROOT, run
-from trainer.configuration import removed_words
+from tests.run import run
 
 WORDS = {  # what people type, and what the line must tell them
     "compile.mode=step": "compile.mode=default, or reduce-overhead",
@@ -51,13 +49,6 @@ def test_a_word_of_the_past_says_what_to_do_instead(words: str, tmp_path: Path) 
     assert words.split()[-1].split("=")[0].strip("+") in said
 
 
-def test_no_option_of_the_table_means_anything_today() -> None:
-    """A sentence that says that an option is gone is a lie where the option is there."""
-    gone = [word for word in WORDS if "/" not in word.split()[0] and "." not in word and len(word.split()) == 1]
-    assert len(gone) > 8
-    assert [word for word in gone if (ROOT / "conf" / f"{word.replace('=', '/')}.yaml").exists()] == []
-
-
 def lab(place: Path, name: str, text: str) -> list[str]:
     """A yaml file of a lab; the words that name its folder."""
     file = place / "conf" / f"{name}.yaml"
@@ -82,35 +73,6 @@ def test_a_lab_may_use_the_old_words_for_its_own(tmp_path: Path) -> None:
     assert yaml.safe_load(said)["strategy"] == {"_target_": "lab.Mine", "attention": "many"}
 
 
-def test_a_stored_configuration_in_todays_words() -> None:
-    stored = {
-        "seed": 1,
-        "loop": {"on_spike": "warn", "batch": 8},
-        "strategy": {"_target_": "trainer.strategies.tp.TP", "attention": "gather", "async_tp": False, "tensor": 2},
-        "optimizer": {"_target_": "package.Shampoo", "whole_matrices": None},
-        "data": {"_target_": "lab.Mine", "blur": {"model.blur": 1}, "parts": [{"_target_": "trainer.old.Place"}]},
-        "log": {},
-    }
-    renamed = {"trainer.old.Place": "trainer.new.Place", "loop.batch": "loop.global_batch"}
-    with patch.dict(removed_words._RENAMED, renamed):
-        today, gone = removed_words.in_todays_words(stored)
-    assert today == {
-        "seed": 1,
-        "loop": {"global_batch": 8},
-        "strategy": {"_target_": "trainer.strategies.tp.TP", "tensor": 2},
-        "optimizer": {"_target_": "package.Shampoo"},
-        "data": {"_target_": "lab.Mine", "blur": {"model.blur": 1}, "parts": [{"_target_": "trainer.new.Place"}]},
-        "log": {},
-    }
-    assert gone == {}
-    assert removed_words.in_todays_words(today) == (today, {})
-
-    lab = {"strategy": {"_target_": "lab.Mine", "attention": "auto", "async_tp": True}}
-    assert removed_words.in_todays_words(lab) == (lab, {})
-    _, gone = removed_words.in_todays_words({"loop": {"on_spike": "rollback"}, "compile": {"mode": "step"}})
-    assert [*gone] == ["loop.on_spike", "compile.mode"]
-
-
 def test_a_run_folder_with_words_that_are_gone(tmp_path: Path) -> None:
     """What did nothing is left out; for the rest a word that chooses anew opens the run, or its line is taken out."""
 
@@ -131,6 +93,8 @@ def test_a_run_folder_with_words_that_are_gone(tmp_path: Path) -> None:
     assert "loop.on_spike: this key is gone" in said
     assert "compile.mode=step is gone" in opened(compile={"mode": "step"})
     assert "strategy=diloco is gone" in opened(strategy=diloco)
+    lab = {"_target_": "lab.Mine", "attention": "ring", "async_tp": True}
+    assert " gone" not in opened(strategy=lab)
 
 
 def test_a_task_that_hands_on_a_state_is_told_where_it_belongs(tmp_path: Path) -> None:

@@ -104,37 +104,8 @@ def test_scalars_are_taken_at_their_word() -> None:
             parse_settings(configuration(**{key: wrong}))
 
 
-def test_everything_wrong_is_listed_at_once() -> None:
-    with pytest.raises(Refusal) as refusal:
-        parse_settings(
-            configuration(loop__epochs=-1, seed=1.5, precision="fp8", run__stop_after="later", checkpoint__keep=0)
-        )
-    lines = str(refusal.value).splitlines()
-    assert [line.split("=")[0] for line in lines] == [
-        "run.stop_after",
-        "loop.epochs",
-        "checkpoint.keep",
-        "seed",
-        "precision",
-    ]
-    assert lines[-1] == "precision=fp8: expected one of auto, fp32, bf16, fp16, fp64"
-
-
-def test_the_number_of_slices_or_their_size_but_not_both() -> None:
-    assert parse_settings(configuration(loop__micro_batch=8)).loop.micro_batch == 8
-    with pytest.raises(Refusal, match="not both"):
-        parse_settings(configuration(loop__micro_batch=8, loop__micro_batches=2))
-
-
 def test_the_framework_s_keys_beside_an_optimizer() -> None:
     found = parse_settings(configuration(optimizer={"decay": "all", "fused": False, "lr": 1}))
     assert (found.optimizer.decay, found.optimizer.fused) == ("all", False)
     with pytest.raises(Refusal, match=r"optimizer\.decay=none: expected one of weights, all"):
         parse_settings(configuration(optimizer={"decay": "none"}))
-
-
-def test_the_yaml_of_config_is_commented() -> None:
-    lines = CONFIG.read_text().split("\nhydra:")[0].split("_self_")[1].splitlines()
-    keys = [line for line in lines if ": " in line and not line.lstrip().startswith(("#", "-"))]
-    bare = [line.split(":")[0].strip() for line in keys if "#" not in line]
-    assert bare == ["eval_every"]  # said one line above

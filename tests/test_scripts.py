@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import launch, setup
-from tests.conftest import lanes
+from scripts import launch
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -41,31 +40,6 @@ def test_a_test_that_is_named_runs_long_and_the_others_of_other_files_do_not(tmp
     ]
 
 
-@pytest.mark.long
-def test_several_lanes_run_each_test_once_and_say_what_they_left_out(tmp_path: Path) -> None:
-    pytest.importorskip("xdist")
-    file = "import os, pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_much(n):\n"
-    file += "    open(f'{__name__}-{n}', 'x').write(os.environ['PYTEST_XDIST_WORKER'])\n\n"
-    file += "@pytest.mark.long\ndef test_more(): ...\n"
-    for number in range(4):
-        (tmp_path / f"test_{number}.py").write_text(file)
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n    long\n    slow\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *setup.SEVERAL]
-    found = os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
-    surroundings = {**os.environ, "PYTHONPATH": found}
-    done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=120)
-    assert "4 long tests were left out; with them: scripts/test --long" in done.stdout
-    assert "12 passed" in done.stdout
-    ran = [{(tmp_path / f"test_{file}-{n}").read_text() for n in range(3)} for file in range(4)]
-    assert all(len(file) == 1 for file in ran)  # what a file's tests share is made once
-    assert len(set.union(*ran)) == lanes()
-    # where some tests are chosen, they run in pytest's own process
-    done = subprocess.run([*command, "test_0.py"], cwd=tmp_path, env=surroundings, capture_output=True, text=True)
-    assert "3 failed, 1 deselected" in done.stdout  # the files exist
-    assert "gw0" not in done.stdout
-
-
 # --- the words
 
 
@@ -73,8 +47,6 @@ def test_several_lanes_run_each_test_once_and_say_what_they_left_out(tmp_path: P
     ("words", "count", "whole"),
     [
         ("", 1, "experiment=digits strategy=ddp"),
-        ("optimizer.lr=1 strategy=tp", 1, "experiment=digits optimizer.lr=1 strategy=tp"),
-        ("strategy.bucket_mb=1", 1, "experiment=digits strategy=ddp strategy.bucket_mb=1"),
         ("+experiment=mine", 1, "strategy=ddp +experiment=mine"),
         ("--config-dir lab/conf model=unet", 1, "--config-dir lab/conf strategy=ddp model=unet"),
         ("--cfg job", 4, "--cfg job experiment=digits strategy=ddp processes=4"),
@@ -150,18 +122,6 @@ def test_the_exit_code_is_the_runs_own(tmp_path: Path) -> None:
         assert (process.returncode, errors) == (code, "")
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_run_itself_has_two_processes(tmp_path: Path) -> None:
-    words = ["device=cpu", "loop.steps=1", "run.dir=run", "log=[]"]
-    command = [sys.executable, "-P", str(SCRIPTS / "launch.py"), *words]
-    env = {name: value for name, value in os.environ.items() if name != "NPROC"}
-    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["world_size"]) == ("completed", 2)
-
-
 # --- the set-up, with a product that needs nothing from the network
 
 BACKEND = """
@@ -233,40 +193,20 @@ def test_set_up_once_for_all_who_call_and_again_where_requirements_change(checko
 @pytest.mark.slow
 @pytest.mark.long
 def test_what_was_interrupted_or_moved_is_set_up_anew(checkout: Path) -> None:
-    backend = (checkout / "backend.py").read_text()
     (checkout / "backend.py").write_text("import os, signal\nos.kill(os.getpgid(0) * -1, signal.SIGKILL)\n")
     process = train(checkout)
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
-    assert (checkout / ".venv" / "unfinished").exists()
     (checkout / ".venv" / "half a package").touch()
-    (checkout / "backend.py").write_text(backend)
+    (checkout / "backend.py").write_text(BACKEND)
     finish(train(checkout))
     assert not (checkout / ".venv" / "half a package").exists()
-    assert not (checkout / ".venv" / "unfinished").exists()
-
     ready = checkout / ".venv" / "ready.json"
     facts = json.loads(ready.read_text())
     ready.write_text(json.dumps({**facts, "home": ["/elsewhere/.venv", facts["home"][1]]}))
     (checkout / ".venv" / "names the old place").touch()
     assert "set up in" in finish(train(checkout))[1]
     assert not (checkout / ".venv" / "names the old place").exists()
-
-
-def test_a_failing_step_says_which(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["setup.py", "train"])
-    with pytest.raises(SystemExit, match="1"):
-        setup.run("false", "words")
-    assert "set-up failed: false words ended with 1" in capsys.readouterr().err
-
-
-def test_no_venv_module_names_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(setup, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "train"])
-    with pytest.raises(SystemExit, match="2"):
-        setup.check_venv_module()
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert "python3-venv" in sentence
 
 
 def test_no_python_that_is_new_enough(tmp_path: Path) -> None:
