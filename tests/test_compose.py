@@ -123,6 +123,7 @@ MUTATIONS = [  # words, what the message must contain: the key, then the suggest
     ("compile.fullgraph=yes", "compile.fullgraph=yes", "true or false"),
     ("compile={dynamic:true}", "compile.dynamic=true", "changes nothing without compile.mode"),
     ("precision=fp8", "precision=fp8", "bf16"),
+    ("optimizer.decay=none", "optimizer.decay=none", "one of weights, all"),
     ("float8=fp8", "float8=fp8", "one of false, tensorwise, rowwise"),
     ("device=gpu", "device=gpu", "cuda"),
     ("model=[cnn,mlp]", "model=[cnn,mlp]", "not a list"),

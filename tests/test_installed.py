@@ -1,7 +1,6 @@
 """The program where it is installed: what the wheel holds, its own conf/ and recipes/, others of the same name."""
 
 import os
-import shutil
 import subprocess
 import sys
 from email.parser import Parser
@@ -93,29 +92,6 @@ def test_the_wheel_carries_its_options_and_recipes_though_others_have_those_name
 
 
 # ------------------------------------------------------------------------------------------- others of the same name
-
-
-@pytest.fixture
-def overwritten(tmp_path: Path) -> Path:
-    """Two wheels in one folder, the other distribution's installed last: its __init__.py stands over this one's."""
-    site = tmp_path / "site"
-    shutil.copytree(ROOT / "trainer", site / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
-    (site / "trainer" / "__init__.py").write_text(THEIRS)
-    for name, version in (("trainer", "0.0.36"), ("one_curve_trainer", product.__version__)):
-        facts = site / f"{name}-{version}.dist-info"
-        facts.mkdir()
-        (facts / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
-        (facts / "RECORD").write_text("trainer/__init__.py,,\n")
-    return site
-
-
-def test_files_that_another_distribution_has_overwritten_are_named(overwritten: Path, tmp_path: Path) -> None:
-    code, screen = said(tmp_path, "-m", "trainer", "--version", PYTHONPATH=str(overwritten))
-    assert code == 2
-    assert screen.startswith(f"{overwritten}/trainer holds another program's __init__.py, or none. Installed there: ")
-    assert "trainer 0.0.36" in screen
-    assert f"one-curve-trainer {product.__version__}" in screen
-    assert screen.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
 
-from tests.run import ROOT, TRANSFORMER, run
+from tests.run import TRANSFORMER, run
 
 PLAN = ("job=plan", "run.dir=run", "job.seconds=500")  # in time on a busy machine, too
 
@@ -89,17 +88,6 @@ def test_without_time_nothing_is_said_of_what_fits(tmp_path: Path) -> None:
     assert "fits        is not known, as nothing was tried in time; try job.seconds=0.004" in screen
     assert facts["rows"] == []
     assert "not known" in facts["why"]
-
-
-@pytest.mark.long
-def test_a_network_that_reads_values_is_named_with_the_line(tmp_path: Path) -> None:
-    copytree(ROOT / "tests/foreign", tmp_path / "foreign")
-    words = ["--config-dir", "foreign/conf", "experiment=experts"]
-    facts, _ = plan(tmp_path, "job.processes=[1]", network=words)
-    assert facts["rows"] == []
-    reason = facts["refused"]["strategy=single"]
-    assert reason.startswith("it reads values of tensors (aten.nonzero.default), which a plan does not have, in ")
-    assert "foreign/experts.py:" in reason
 
 
 @pytest.mark.parametrize(

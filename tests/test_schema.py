@@ -102,10 +102,3 @@ def test_scalars_are_taken_at_their_word() -> None:
     ):
         with pytest.raises(Refusal, match="expected"):
             parse_settings(configuration(**{key: wrong}))
-
-
-def test_the_framework_s_keys_beside_an_optimizer() -> None:
-    found = parse_settings(configuration(optimizer={"decay": "all", "fused": False, "lr": 1}))
-    assert (found.optimizer.decay, found.optimizer.fused) == ("all", False)
-    with pytest.raises(Refusal, match=r"optimizer\.decay=none: expected one of weights, all"):
-        parse_settings(configuration(optimizer={"decay": "none"}))

@@ -234,18 +234,6 @@ def outcome(
     return Outcome(f"{number}_{named}", [], values, state, 0, figure, best, 3, {}, 61.0, None, best_loss=loss)
 
 
-def test_a_table_fits_the_terminal_and_cuts_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "70")
-    long = "/data/pictures/of/many/flowers/and/trees"
-    ran = [outcome(at, at / 10, **{"optimizer.lr": "0.0012345678901", "data.root": f"{long}/{at}"}) for at in range(40)]
-    rows = format_table([*ran, outcome(40, None, **{"optimizer.lr": "3"})]).splitlines()
-    assert len(rows) == 1 + 30 + 1
-    assert max(map(len, rows)) <= 70
-    assert rows[0].split() == ["lr", "root", "accuracy", "time", "folder"]
-    assert rows[1].split() == ["0.001235", "/data/p…ers/and/trees/39", "3.9000", "1:01", "39_*", "best"]
-    assert rows[-1] == "  … and 11 runs more, in sweep.jsonl"
-
-
 def test_the_best_is_by_its_figure_then_by_the_loss_and_no_figure_is_compared_with_another(tmp_path: Path) -> None:
     ran = [outcome(at, 1.0, loss=loss, seed=str(at)) for at, loss in enumerate([0.3, 0.1, 0.2])]
     assert [row.split()[0] for row in format_table(ran).splitlines()] == ["seed", "1", "2", "0"]

@@ -1,26 +1,19 @@
-"""Runs that an older commit stopped in the middle, kept as folders: how each was made, and how they are recorded anew.
+"""Runs that an older commit stopped in the middle, kept as folders: how each was made, and what is compared of them.
 
-Run by hand, in a checkout of the commit that is to be recorded: `python -m tests.baseline.old_runs`.
+What has recorded them is this file as it was at b09460d1.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import tarfile
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import load_file
 
 HERE = Path(__file__).resolve().parent
-STEPS, STOPPED_AFTER = 16, 4  # a stop takes a step or two to be agreed upon
+STEPS = 16
 
 COMMON = ("device=cpu", "log=[]", "loop.log_every=1", f"loop.steps={STEPS}")
 MLP = ("model=mlp", "model.width=16", "model.depth=2")
@@ -93,69 +86,3 @@ def sums(path: Path) -> dict[str, list[float]]:
     """Of each tensor in a file of numbers: its sum and the sum of its squares."""
     read = {name: value.astype("float64") for name, value in load_file(path).items()}
     return {name: [float(value.sum()), float((value**2).sum())] for name, value in sorted(read.items())}
-
-
-# ------------------------------------------------------------------------------------------------------------ recording
-
-
-def run(place: Path, *told: str) -> None:
-    """One command to its end."""
-    done = subprocess.run([sys.executable, "-m", "trainer", *told], cwd=place, env=environment(), capture_output=True)
-    assert done.returncode == 0, (told, done.stdout.decode() + done.stderr.decode())
-
-
-def run_until_stopped(place: Path, name: str) -> None:
-    """One run that is asked to stop as soon as it has done a few steps."""
-    command = [sys.executable, "-m", "trainer", *words(name, name)]
-    with subprocess.Popen(command, cwd=place, env=environment()) as process:
-        metrics = place / name / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= STOPPED_AFTER):
-            time.sleep(0.0005)
-        process.send_signal(signal.SIGTERM)
-    assert process.returncode == 75, f"{name} ended with {process.returncode}"
-
-
-def environment() -> dict[str, str]:
-    """One thread, as in the tests."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
-
-
-def keep_the_last_checkpoint(folder: Path) -> None:
-    """What a resume reads; nothing else, to stay small."""
-    for older in sorted(path for path in (folder / "checkpoints").iterdir() if path.is_dir())[:-1]:
-        shutil.rmtree(older)
-
-
-def record(name: str, place: Path) -> dict[str, Any]:
-    """Stop one run, keep its folder, and learn what becomes of it."""
-    run_until_stopped(place, name)
-    keep_the_last_checkpoint(place / name)
-    with tarfile.open(HERE / "runs" / f"{name}.tar.gz", "w:gz") as archive:
-        archive.add(place / name, name)
-    with tempfile.TemporaryDirectory(dir=place) as other:
-        folder = unpack(name, Path(other))
-        for job in ("evaluate", "predict", "export"):
-            run(Path(other), *job_words(job, name, f"{job}ed.safetensors"))
-        evaluated = figures(read_lines(folder / "evaluate" / "metrics.jsonl")[-1])
-        used = {job: sums(Path(other) / f"{job}ed.safetensors") for job in ("predict", "export")}
-        run(Path(other), *words(name, name))
-        stopped = evaluated["step"]
-        said = {"command": " ".join(["python -m trainer", *words(name, name)]), "stopped": stopped}
-        return {**said, "evaluate": evaluated, **used, **learned(folder)}
-
-
-def main() -> None:
-    """Record all of them, or those that are named."""
-    (HERE / "runs").mkdir(exist_ok=True)
-    file = HERE / "expected.json"
-    expected = json.loads(file.read_text()) if file.exists() else {}
-    with tempfile.TemporaryDirectory() as place:
-        for name in sys.argv[1:] or RUNS:
-            expected[name] = record(name, Path(place))
-            rows = [f"{json.dumps(one)}: {json.dumps(expected[one])}" for one in RUNS if one in expected]
-            file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-            print(name, "stopped at step", expected[name]["stopped"], flush=True)
-
-
-if __name__ == "__main__":
-    main()
