@@ -115,7 +115,7 @@ def test_a_lost_machine_costs_what_came_after_the_last_copy_that_is_whole(server
 
 @service
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["503", "slow", "cut", "lost"])
+@pytest.mark.parametrize("kind", ["503", "cut", "lost"])
 def test_what_goes_wrong_on_the_way_is_tried_again(server: S3Server, tmp_path: Path, kind: str) -> None:
     server.plant(kind, times=3)
     here(server, tmp_path / "here")

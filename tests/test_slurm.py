@@ -105,12 +105,6 @@ def test_the_smoke_test_works(cluster: Cluster, place: Path) -> None:
 @pytest.mark.parametrize("script", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
 def test_a_preempted_job_runs_again_and_goes_on(cluster: Cluster, place: Path, script: tuple[str, ...]) -> None:
     number, folder = submitted(cluster, place, script)
-    preempt(cluster, place, number, folder)
-    undisturbed(folder)
-
-
-def preempt(cluster: Cluster, place: Path, number: str, folder: Path) -> None:
-    """Take a job's machines away in the middle, and let it run to its end later."""
     reach(cluster, place, number, folder, 5)
     other = cluster.submit(place, "--partition=high", *EXCLUSIVE, "--output=high.log", "--wrap=true")
     cluster.again(number)
@@ -120,6 +114,7 @@ def preempt(cluster: Cluster, place: Path, number: str, folder: Path) -> None:
     assert cluster.ended(other)["JobState"] == "COMPLETED"
     assert cluster.ended(number)["JobState"] == "COMPLETED", log(place)
     assert (status(folder)["attempt"], status(folder)["resume_step"]) == (2, saved["step"])
+    undisturbed(folder)
 
 
 @pytest.mark.parametrize("script", [SRUN, TORCHRUN], ids=["srun", "torchrun"])

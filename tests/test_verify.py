@@ -45,7 +45,7 @@ def verdict(home: Path, words: list[str], own: list[str], size: int = 2, code: i
 def test_a_mistake_is_found_where_it_is_and_its_cause_is_named(processes: object, home: Path, name: str) -> None:
     plant = PLANTS[name]
     exact = [] if any(word.startswith("precision=") for word in plant.words) else ["precision=fp64"]
-    said = verdict(home, [*exact, *plant.words], plant.own, plant.size, code=1)
+    said = verdict(home, [*exact, *plant.words], plant.own, code=1)
     assert re.search(f"^DIFFERS {re.escape(plant.found)}", said, re.MULTILINE), said
     assert plant.cause in said, said
     if any("strategies." in word for word in plant.own) and "cause: not known" not in said:

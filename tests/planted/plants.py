@@ -23,7 +23,6 @@ class Plant(NamedTuple):
     cause: str  # a part of what it says of the cause
     words: list[str]
     own: list[str]
-    size: int = 2
 
 
 def layer(kind: str, cause: str, found: str = "at step 1, forward, middle,", *own: str, words: str = "") -> Plant:
@@ -37,11 +36,11 @@ def user(group: str, name: str, found: str, cause: str, *words: str) -> Plant:
     return Plant(f"at step {found}", cause, [*NET, class_word, *words], ["strategy=ddp"])
 
 
-def program(word: str, found: str, cause: str, words: list[str] = NET, *own: str, size: int = 2) -> Plant:
+def program(word: str, found: str, cause: str, words: list[str] = NET, *own: str) -> Plant:
     """A strategy that is wrong: zero1.summed."""
     option, _, name = word.partition(".")
     chosen = [f"strategy={option}", f"strategy._target_=tests.planted.strategies.{name}"]
-    return Plant(found, cause, words, [*chosen, *own], size)
+    return Plant(found, cause, words, [*chosen, *own])
 
 
 PLANTS = {
