@@ -250,7 +250,6 @@ MOST_WIDER, MOST_PATCHES = 15, 40
 WIDER = {
     "tests/run.py": "the one that runs the product inside of this process",
     "tests/test_devices.py": "what each strategy asks of an accelerator",
-    "tests/test_saver.py": "ranks that are forked and killed in a save need a group of their own",
 }
 
 

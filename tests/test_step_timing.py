@@ -83,11 +83,3 @@ def test_it_is_told_once_and_again_only_after_the_rank_was_well() -> None:
     assert lines(company, pace, fine, [0.0, 0.5, 7.0, 8.0, 10.0]) == []
     (said,) = lines(company, pace, fine, [0.0, 5.0, 7.0, 8.0, 10.0])
     assert "rank 2 on two holds up the others: it read its data for 62 % of the time" in said
-
-
-@pytest.mark.parametrize(("seconds", "steps"), [(8.0, 9.0), (1.9, 1000.0)])
-def test_a_few_steps_say_nothing_yet_and_a_short_time_neither(seconds: float, steps: float) -> None:
-    company = Company()
-    pace = StragglerCheck(company, 0, on_cpu=True)
-    rows = [seconds, 0.0, 0.0, seconds, steps], [0.0, 0.0, 0.0, seconds, steps]
-    assert [len(lines(company, pace, *rows)) for _ in range(2)] == [0, 1]

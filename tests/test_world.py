@@ -1,9 +1,8 @@
-"""A process group: which backend and interface it uses, and how long a collective may take."""
+"""A process group: which interface it uses, and how long a collective may take."""
 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,10 @@ from torch import Tensor
 
 from recipes.vision.classification import Classification
 from tests.run import SMALL, run
-from trainer.launch.rendezvous import Launch
-from trainer.parallel.process_group import join_group, leave_group
 from trainer.strategies.ddp import DDP
 from trainer.strategies.machine import Machine
 
 CPU = torch.device("cpu")
-LONG, SHORT = timedelta(minutes=30), timedelta(seconds=3)
-
-
-@pytest.mark.parametrize(
-    ("backend", "used", "bound"),
-    [(None, "cpu:gloo,cuda:nccl", True), ("nccl", "cpu:gloo,cuda:nccl", True), ("gloo", "gloo", False)],
-)
-def test_on_a_gpu_nccl_alone_is_bound_to_the_device(
-    monkeypatch: pytest.MonkeyPatch, backend: str | None, used: str, bound: bool
-) -> None:
-    asked: dict[str, Any] = {}
-    init = dist.init_process_group
-
-    def without_nccl(backend: str, device_id: Any, **words: Any) -> None:
-        asked.update(backend=backend, device=device_id)
-        init(backend="gloo", **words)
-
-    monkeypatch.setattr(dist, "init_process_group", without_nccl)
-    gpu = torch.device("cuda", 0)
-    leave_group(join_group(Launch(), gpu, backend, LONG), clean=True)
-    assert asked == {"backend": used, "device": gpu if bound else None}  # gloo that is bound makes no sub-groups
 
 
 class Noting(Classification):
