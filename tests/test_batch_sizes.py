@@ -6,7 +6,7 @@ import pytest
 
 from tests.run import run
 from trainer import Refusal
-from trainer.jobs.batch_sizes import BatchSizes, compute_length, divide_batch, more_micro_batches
+from trainer.jobs.batch_sizes import compute_length, divide_batch
 
 DEALT = {
     (128, 2, 2, None): "32 samples × 2 micro-batches × 2 data ranks = global batch 128",
@@ -65,19 +65,6 @@ def test_the_size_of_an_uneven_micro_batch_is_the_most_that_one_has(ranks: int, 
 def test_every_uneven_micro_batch_needs_a_sample(words: tuple[int, int, int, int | None], said: str) -> None:
     with pytest.raises(Refusal, match=said + "$"):
         divide_batch(*words, uneven=True)
-
-
-def test_the_next_number_of_micro_batches_halves_nothing_that_is_one() -> None:
-    for batches, following in (
-        (BatchSizes(64, micro_batches=1, ranks=4), 2),
-        (BatchSizes(5, micro_batches=1, ranks=1), 5),
-        (BatchSizes(8, micro_batches=8, ranks=1), None),
-        # with uneven shares it need not divide
-        (divide_batch(5, 1, 1, None, uneven=True), 2),
-        (divide_batch(50, 1, 10, None, uneven=True), 13),  # 11 and 12 would leave one of 5
-        (divide_batch(50, 3, 13, None, uneven=True), None),  # 17 × 3 > 50
-    ):
-        assert more_micro_batches(batches) == following
 
 
 def test_the_length_is_the_bound_that_is_reached_first() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.ranks import Processes
-from tests.run import SMALL, far, run
+from tests.run import SMALL, run
 
 STABLE = [*SMALL, "loop.global_batch=120", "loop.save_every=4", "schedule=wsd", "schedule.warmup=2"]
 SHORT = ["schedule.decay_steps=3", "loop.steps=7"]
@@ -43,16 +40,6 @@ def test_branches_are_to_the_bit_what_runs_of_their_length_are_and_the_long_run_
     assert "warmup 2 + schedule.decay_steps 8 is more than the 9 " in refused
     assert "decay_steps=7 fits" in refused
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.long
-def test_one_process_branches_off_from_what_two_have_written(processes: Processes, tmp_path: Path) -> None:
-    long = [*STABLE, "run.dir=long", "schedule.decay=0", "loop.steps=9", "strategy=ddp", "precision=fp64"]
-    run(long, 2, "group", place=tmp_path)
-    words = [*STABLE, *SHORT, "precision=fp64", "strategy=single"]
-    whole = run([*words, "run.dir=scratch"], place=tmp_path)
-    branch = run([*words, "run.dir=branch", START], place=tmp_path)
-    assert far([line["loss"] for line in branch.lines("train")], whole.curve()[4:]) < 1e-10
 
 
 def test_a_branch_with_another_optimizer_begins_without_the_state_of_the_old_one(tmp_path: Path) -> None:

@@ -100,10 +100,8 @@ SURPRISE = random.Random()  # seeded by nobody
     "make",
     [
         lambda at: (torch.rand(3, 8, 8), at),  # noise from a generator that the run seeds
-        lambda at: (torch.arange(8.0).flip(0) if torch.rand(()) < 0.5 else torch.arange(8.0), at),
         lambda at: {"image": numpy.random.rand(4), "text": f"number {at}", "more": (None, [1.5])},
         lambda at: (SURPRISE.random(), at),
-        lambda at: ("left" if SURPRISE.random() < 0.5 else "right", at),
         lambda at: (object(), at, numpy.array([object()])),  # of which nothing can be seen
         lambda at: (Image.fromarray(numpy.full((4, 4), at, dtype=numpy.uint8)), at),
         lambda at: torch.full((4,), at * (1 + 1e-6 * SURPRISE.random())),  # other last bits, as on another processor

@@ -72,18 +72,6 @@ def test_a_run_that_goes_on_goes_on_with_it_to_the_bit_and_says_where_there_is_n
     assert whole.curve()[:8] == parts.curve()
 
 
-def test_it_goes_on_where_other_parameters_are_frozen(tmp_path: Path) -> None:
-    words = ["ema.decay=0.5", "loop.save_every=1", "checkpoint.keep=9"]
-    done = train(tmp_path, "run", *words, "loop.steps=3", "model.freeze=['1']")
-    assert set(averages(done, 3)) == {"3.weight", "3.bias", "5.weight", "5.bias"}
-    train(tmp_path, "run", *words, "loop.steps=4", "run.accept_changes=true")
-    # what did not move until then is its own average
-    before, weights, after = averages(done, 3), stored(done, 3), stored(done, 4)
-    assert len(averages(done, 4)) == 6
-    for name, average in averages(done, 4).items():
-        assert torch.equal(average, torch.lerp(before.get(name, weights[name]), after[name], 0.5)), name
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

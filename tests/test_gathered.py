@@ -79,10 +79,6 @@ class Fewer(Ranked):
 class Named(Ranked):
     def metrics(self, output, target):
         return {"loss": (output.argmax(1) == target).sum()}
-
-class Stepped(Ranked):
-    def finish(self, totals):
-        return {**super().finish(totals), "step": 0.0}
 """
 
 
@@ -91,7 +87,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("home")
     files = {"lab.py": LAB, "conf/model/net.yaml": "_target_: ranklab.lab.net\n"}
     files |= {"conf/data/points.yaml": "_target_: ranklab.lab.Points\n"}
-    for name in ("Ranked", "Added", "Kept", "Fewer", "Named", "Stepped"):
+    for name in ("Ranked", "Added", "Kept", "Fewer", "Named"):
         files[f"conf/task/{name.lower()}.yaml"] = f"_target_: ranklab.lab.{name}\n"
     for name, text in files.items():
         (place / "ranklab" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +144,6 @@ SAID = {
     "kept": "task: self.figures is a MetricCollection of torchmetrics, an object that remembers what",
     "fewer": "Fewer.gathered: scores is of shape (2,) for",
     "named": "Task.metrics: loss is the name of a sum already",
-    "stepped": "Task.metrics: step is the name of something else in metrics.jsonl",
 }
 
 

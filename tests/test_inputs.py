@@ -1,9 +1,11 @@
-"""The last mile: a trained run, and the class of new pictures and texts."""
+"""The last mile: a trained run, the names of its classes, and the class of new pictures."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,33 @@ from safetensors.torch import load_file
 from recipes.vision.augment import Augment
 from recipes.vision.digits import Digits
 from tests.ranks import Processes
-from tests.run import run
-from tests.test_class_names import COLOURS, TRAINING, colours
+from tests.run import quickly, run
+
+COLOURS = {"ant": (200, 30, 30), "bee": (30, 200, 30), "cat": (30, 30, 200)}
+TRAINING = (
+    *(
+        "data=imagefolder",
+        "data.image_size=8",
+        "data.window.area=[1,1]",
+        "model=mlp",
+        "model.width=16",
+        "model.depth=2",
+    ),
+    *("loop.global_batch=12", "loop.epochs=12", "optimizer.lr=0.01", "loader.workers=0", "run.dir=run"),
+)
+
+
+def colours(root: Path, names: dict[str, str]) -> Path:
+    """Six pictures of each class in train and in val: folder → the class whose colour they have."""
+    for part in ("train", "val"):
+        for at, (folder, kind) in enumerate(names.items()):
+            place = root / part / folder
+            place.mkdir(parents=True)
+            for number in range(6):
+                shade = tuple(value + 5 * number + at for value in COLOURS[kind])
+                Image.new("RGB", (12, 10), shade).save(place / f"{number}.png")
+    return root
+
 
 WORDS = ("job=predict", "run.dir=run")
 SPREAD = {"ddp on 3": (3, ("strategy=ddp",)), "fsdp on 2": (2, ("strategy=fsdp",)), "pp on 2": (2, ("strategy=pp",))}
@@ -27,16 +54,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose training pictures are gone."""
     place = tmp_path_factory.mktemp("inputs")
     colours(place / "own", {name: name for name in COLOURS})
-    run([*TRAINING, f"data.root={place / 'own'}", "model.depth=2"], place=place)
+    run([*TRAINING, f"data.root={place / 'own'}"], place=place)
     shutil.rmtree(place / "own")
     return place
 
 
 @pytest.fixture
-def new(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of new pictures, two of them damaged, beside the run."""
+def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run, in the present folder."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained / "run", "run")
+    return Path(shutil.copytree(trained / "run", tmp_path / "run"))
+
+
+@pytest.fixture
+def new(folder: Path, tmp_path: Path) -> Path:
+    """A folder of new pictures, two of them damaged, beside the run."""
     for name, colour in COLOURS.items():
         place = tmp_path / "new" / name
         place.mkdir(parents=True)
@@ -137,10 +169,42 @@ def test_new_pictures_are_prepared_as_the_evaluation_prepares_its_own(
     assert not Path("run/predict/predictions.jsonl").exists()
 
 
+def test_a_run_and_each_of_its_checkpoints_know_the_names(folder: Path) -> None:
+    for path in folder.glob("checkpoints/step-*/state.json"):
+        assert json.loads(path.read_text())["data"]["classes"] == [*COLOURS]
+    assert json.loads((folder / "environment.json").read_text())["classes"] == [*COLOURS]
+
+
+def test_another_folder_with_the_same_classes_is_taken_and_a_table_does_not_outlive_its_tensors(folder: Path) -> None:
+    other = colours(Path("two"), {name: name for name in COLOURS})
+    run(["job=evaluate", "run.dir=run", f"data.root={other}"])
+    assert json.loads((folder / "evaluate" / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"] == 1
+    run(["job=predict", "run.dir=run", f"data.root={other}"])
+    _, *rows = (folder / "predict" / "predictions.csv").read_text().splitlines()
+    assert [row.split(",")[1].split(os.sep)[-2] for row in rows] == [row.split(",")[2] for row in rows]
+    # tensors of what has no names: the old table would be one of other samples
+    nameless = ("data=synthetic_images", "data.num_classes=3", "data.image_size=8", "data.channels=3")
+    run(["job=predict", "run.dir=run", *nameless])
+    assert not (folder / "predict" / "predictions.csv").exists()
+
+
+OTHER = [("ants", "bee", "cat"), ("bee", "cat"), ("ant", "bee", "cat", "dog")]
+
+
+@pytest.mark.parametrize("names", quickly(OTHER, OTHER[0]))
+def test_a_set_with_other_classes_is_refused_with_both_lists(folder: Path, names: tuple[str, ...]) -> None:
+    other = colours(Path("other"), {name: name if name in COLOURS else "ant" for name in names})
+    said = run(["job=evaluate", "run.dir=run", f"data.root={other}"], code=2).out
+    assert f"the classes of this data are {', '.join(names)}; the run was trained on ant, bee, cat: take data" in said
+    said = run([*TRAINING, f"data.root={other}", "loop.epochs=13"], code=2).out
+    assert re.search(rf"classes: ant, bee, cat → {', '.join(names)}", said)
+
+
 @pytest.mark.long
-def test_what_does_not_tell_classes_apart_is_refused(tmp_path: Path) -> None:
-    words = ("task=language", "data=text", "model=gpt_nano", "data.length=16", "model.width=16", "model.depth=1")
-    run([*words, "loop.steps=1", "loop.global_batch=4", "loop.eval_every=null", "run.dir=run"], place=tmp_path)
-    (tmp_path / "new.txt").write_text("a line\n")
-    said = run([*WORDS, "job.inputs=new.txt"], place=tmp_path, code=2).out
-    assert "NextToken does not say how its outputs are classes" in said
+def test_an_export_says_the_classes_that_its_checkpoint_has_learned(folder: Path) -> None:
+    card = folder / "export" / "model.json"
+    # the pictures need not be there
+    for words in ((), ("data.root=nowhere",), ("data.root=nowhere", "job.format=pt2", "job.prepared=true")):
+        run(["job=export", "run.dir=run", *words])
+        assert json.loads(card.read_text())["classes"] == [*COLOURS]
+        card.unlink()

@@ -3,9 +3,7 @@ test_strangers.py."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,11 +36,6 @@ class Net(nn.Module):
                  norm: "Unknown" = None, file: Path | None = None, parts: list[nn.Module] | None = None,
                  depth: int = None):
         raise Shown({name: value for name, value in locals().items() if name not in ("self", "__class__")})
-
-
-class Whole(nn.Module):
-    def __init__(self, a: int = 1, b: int = 1, c: int = 1, d: int = 1):
-        super().__init__()
 
 
 class Loose(nn.Module):
@@ -146,15 +139,6 @@ def test_a_class_of_a_lab_gets_what_its_types_say(built: Built) -> None:
     assert "'width': 1" in built("biolab.net.Loose", code=1, width=1)
 
 
-def test_a_configuration_of_transformers_takes_what_it_only_keeps(built: Built) -> None:
-    pytest.importorskip("transformers")
-    kept = {"_target_": "transformers.T5Config", "d_model": 16, "decoder_start_token_id": 3}
-    shown = built(NET, code=1, width=1, norm=kept)
-    assert re.search(r"T5Config \{(?s:.*)\"d_model\": 16", shown.replace("\\n", "\n"))
-    assert "model.norm.d_modle: " in (said := built(NET, width=1, norm=kept | {"d_modle": 3}))
-    assert "did you mean 'd_model'?" in said
-
-
 @pytest.mark.parametrize(
     ("target", "values"),
     [
@@ -213,19 +197,10 @@ def test_all_wrong_arguments_are_told_together(built: Built) -> None:
         "model.parts=[3]: Net expects a list",
     ):
         assert said in told
-    told = built("biolab.net.Whole", a="big", b=None, c=True, d=1.5)
-    assert [line.partition(": ")[0] for line in told.splitlines()] == [
-        *("model.a=big", "model.b=null", "model.c=true", "model.d=1.5")
-    ]
     # behind **words only the callee knows
     assert "model.widht" in built("biolab.net.Loose", width=1, widht=1)
     for reserved, said in (({"_convert_": "none"}, "only _target_"), ({"_partial_": "yes"}, "(true or false)")):
         assert said in built(NET, width=1, **reserved)
-    # and of very many the first
-    first, *_, last = lines = built(NET, width=1, **{f"key{at}": 1 for at in range(100)}).splitlines()
-    assert len(lines) == 11
-    assert first.startswith("model.key0: Net takes no such key")
-    assert last == "… and 90 more"
 
 
 def test_what_is_wrong_in_any_group_is_told_before_one_is_built(built: Built) -> None:
@@ -240,9 +215,7 @@ def test_what_is_wrong_in_any_group_is_told_before_one_is_built(built: Built) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("optimizer=sgd", "optimizer.lr=-1"), "Invalid learning rate: -1.0"),
         (("optimizer=sgd", "+optimizer.lrr=1"), "optimizer.lrr: SGD takes no such key; did you mean 'lr'?"),
-        (("optimizer=adamw", "optimizer.betas=[0.9]"), "optimizer.betas"),
         (("optimizer=torch", "optimizer._target_=torch.optim.SDG"), "'SGD'"),
         (("optimizer=torch", "optimizer._target_=torch.nn.Linear"), "not a Optimizer"),
         (("optimizer=torch", "optimizer._target_=torch.optim.lr_scheduler.StepLR"), "not a Optimizer"),
@@ -314,11 +287,6 @@ def test_a_package_is_trusted_by_the_command_line_and_no_further(tmp_path: Path)
     assert "not a Module" in said("unittest.mock.Mock", "trust=[unittest]")  # known, but of no kind
     assert "is really posix.system" in said("shutil.os.system", "trust=[shutil]")
     assert "does not say" in said("shutil.copyfile", "trust=[shutil]")
-    # what is installed does not lie beside a lab
-    for module, target in ((shutil, "shutil.rmtree"), (yaml, "yaml.load")):
-        home = Path(module.__file__).parents[0 if module is shutil else 1]
-        folder = home / Path(json.__file__).parent.name if module is shutil else home / "yaml"
-        assert "may not be called" in said(target, "--config-dir", str(folder))
 
 
 def test_a_lab_that_is_not_below_the_current_folder_is_told_where_to_start(tmp_path: Path) -> None:

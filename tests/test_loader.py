@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer import Data, Refusal, Strategy
 from trainer.data.loader import EvalLoader, LoaderOptions, TrainLoader, digest_indices
@@ -205,16 +201,6 @@ def test_epochs_differ_and_leave_out_other_samples() -> None:
     assert len(set(map(int, digests))) == 8
 
 
-def test_the_digest_is_a_sum_in_which_a_sample_counts_twice_if_it_is_drawn_twice() -> None:
-    one, again, parts = (
-        sum(int(digest_indices(torch.tensor(part))) for part in parts)
-        for parts in ([[3, 9, 4]], [[4, 3, 9]], [[3], [9, 4]])
-    )
-    assert one == again == parts
-    assert one != int(digest_indices(torch.tensor([3, 9, 4, 4])))
-    assert len({int(digest_indices(torch.tensor([i]))) for i in range(5_000)} | {0}) == 5_001
-
-
 def test_an_order_is_as_it_always_was() -> None:
     """Other numbers would be another curve of every run, and a resumed one would see samples twice."""
     assert order_of(Numbers(50), 1)[:5].tolist() == [35, 5, 37, 28, 20]
@@ -279,43 +265,6 @@ def test_random_items_depend_on_seed_epoch_and_index_alone(workers: int) -> None
 
 
 # ------------------------------------------------------------------------------------------------------ workers
-
-
-def test_workers_hand_tensors_over_where_the_temporary_folder_has_a_long_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    deep = tmp_path / ("long" * 20)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    monkeypatch.delitem(vars(multiprocessing.current_process())["_config"], "tempdir", raising=False)  # chosen once
-    assert plain(Numbers(4), 4, workers=1, timeout=30).inputs["x"].tolist() == [[0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "wanted"),
-    [
-        (range(8), [range(8 * rank, 8 * rank + 8) for rank in range(1, 4)], 8),  # each is bound to cores of its own
-        (range(16), [range(16), range(16, 32), range(16, 32)], 8),  # two share a half of the machine
-        (range(32), [range(32)] * 3, 8),  # nobody is bound
-        (range(32), [range(32)] * 5, 8),  # other children of the parent: as if nobody were
-    ],
-)
-def test_cores_are_divided_once_and_one_is_left_for_the_step(
-    monkeypatch: pytest.MonkeyPatch, own: range, others: list[range], wanted: int
-) -> None:
-    of = {0: set(own), 1: set(own), **{pid: set(cores) for pid, cores in enumerate(others, 2)}}
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(os, "sched_getaffinity", of.__getitem__)
-    monkeypatch.setattr(Path, "read_text", lambda path: " ".join(str(pid) for pid in of if pid))
-    workers, made = [], DataLoader.__init__
-
-    def init(self: Any, *given: Any, num_workers: int, **words: Any) -> None:
-        workers.append(num_workers)
-        made(self, *given, **words | {"prefetch_factor": None, "persistent_workers": False})
-
-    monkeypatch.setattr(DataLoader, "__init__", init)
-    TrainLoader(Data(), Numbers(4), sampler(), 2, 1, LoaderOptions())
-    assert workers == [wanted - 1]
 
 
 def test_an_error_of_a_data_set_that_would_be_lost_on_its_way_is_told_with_its_sample() -> None:

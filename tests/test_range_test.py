@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from tests.ranks import Processes
 from tests.run import SMALL, TRANSFORMER, quickly, run
-from trainer.jobs.rate_curve import RateCurve
 
 TEST = ["job=lr", "job.lowest=1e-4", "job.highest=1000", "job.steps=60", "loop.global_batch=120"]
 WORDS = [*SMALL, *TEST]
-
-
-def swept(loss: Any, steps: int = 200) -> RateCurve:
-    """A test whose loss is a function of log10 of the rate, with noise."""
-    result = RateCurve(1e-6, 10.0, steps, 0)
-    for step in range(steps):
-        result.train({"loss": loss(math.log10(result.rate(step))) + 0.02 * math.sin(step * 37.0)})
-    return result
-
-
-@pytest.mark.parametrize("below", [0.0, 5.0])
-def test_it_suggests_where_the_fall_ends_and_stops_where_the_loss_explodes(below: float) -> None:
-    # falls around 1e-4 as a logistic, is flat from 1e-3 on, and explodes at 0.1; of losses below 0 too
-    seen = swept(lambda at: 2.0 / (1 + math.exp(5 * (at + 4))) + 0.3 + 10.0 ** max(0.0, 8 * (at + 1)) - 1 - below)
-    found = seen.find_rates()
-    assert found is not None
-    assert seen.diverged
-    assert 0.1 < seen.rate(len(seen.losses)) < 0.25
-    assert seen.rate(found.steepest) == pytest.approx(1e-4, rel=0.5)
-    assert 2e-4 < seen.rate(found.chosen) < 3e-3
-    assert found.steepest < found.chosen <= found.lowest
-
-
-def test_a_loss_that_does_not_fall_or_is_no_number_suggests_nothing() -> None:
-    flat, broken = swept(lambda at: 2.3), swept(lambda at: math.nan)
-    assert not flat.diverged
-    assert len(flat.losses) == 200
-    assert flat.find_rates() is None
-    assert broken.diverged
-    assert (broken.losses, broken.smoothed(), broken.find_rates()) == ([], [], None)
 
 
 def test_the_rate_that_it_suggests_trains_and_no_trace_is_left(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ import yaml
 from safetensors.torch import save_file
 
 from tests.recipes.test_cifar import write_ten
-from tests.recipes.test_folder import SHORT, data, write
+from tests.recipes.test_folder import SHORT, write
 from tests.recipes.test_folder import WORDS as PICTURES
-from tests.run import ROOT, SMALL, run
+from tests.run import SMALL, run
 from trainer.records.checkpoint.manifest import encode_manifest, read_manifest
 
 BEGIN = ("loop.steps=1", "run.dir=run")
@@ -47,44 +47,25 @@ def room(more: int) -> Iterator[None]:
 # each would make a file `canary`, or take away `payload.pt`
 HOSTILE: dict[str, dict[str, Any]] = {
     "os.system": {"command": "touch canary"},
-    "posix.system": {"command": "touch canary"},
     "subprocess.Popen": {"args": ["touch", "canary"]},
-    "subprocess.run": {"_args_": [["touch", "canary"]]},
     "builtins.eval": {"_args_": ["open('canary', 'w')"]},
-    "builtins.exec": {"_args_": ["open('canary', 'w')"]},
     "builtins.open": {"file": "canary", "mode": "w"},
     "shutil.copyfile": {"src": "payload.pt", "dst": "canary"},
-    "code.InteractiveInterpreter.runsource": {"_args_": [None, "open('canary', 'w')"]},
     "pathlib.Path.touch": {"_args_": ["canary"]},
     "importlib.import_module": {"name": "outside"},
-    "runpy.run_path": {"path_name": "outside.py"},
     "functools.partial": {"_args_": [{"_target_": "os.system", "command": "touch canary"}]},
     "outside.Net": {},
     "torch.load": {"f": "payload.pt", "weights_only": False},
-    "torch.serialization.load": {"f": "payload.pt", "weights_only": False},
     "torch.hub.load": {"repo_or_dir": ".", "model": "net", "source": "local"},
-    "torch.os.system": {"command": "touch canary"},
-    "torch.serialization.os.system": {"command": "touch canary"},
     "torch.serialization.pickle.loads": {"_args_": ["x"]},
     "torch.save": {"obj": 1, "f": "canary"},
     "torch.utils.cpp_extension.load": {"name": "x", "sources": []},
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": {
-        "entrypoint": "touch",
-        "args": ["canary"],
-        **dict.fromkeys(("env", "stdout", "stderr", "local_rank_id", "numa_options")),
-    },
-    "torch.package.PackageExporter": {"f": "canary"},
-    "torch.utils.tensorboard.SummaryWriter": {"log_dir": "canary"},
-    "torch.utils.cpp_extension.subprocess.run": {"_args_": [["touch", "canary"]]},
     "torch.nn.Module.__init__.__globals__": {},
     "torchvision.datasets.CIFAR10": {"root": "canary", "download": True},
-    "torchvision.datasets.utils.download_url": {"url": "file:///etc/hosts", "root": "canary"},
     "biolab.net.os.system": {"command": "touch canary"},
     "biolab.net.system": {"command": "touch canary"},
-    "biolab.net.__builtins__": {},
     "trainer.launch.safe_files.os.remove": {"path": "payload.pt"},
     "trainer.__main__.main": {},
-    "trainer.launch.failure.exit_process": {"code": 0},
 }
 LAB = "import os\nfrom os import system\nfrom torch import nn\nclass Net(nn.Module):\n    def __init__(self, given):\n"
 LAB += "        super().__init__()\n"
@@ -119,13 +100,6 @@ def test_nothing_hostile_is_called(tmp_path: Path, target: str, place: str) -> N
     assert not (tmp_path / "canary").exists()
     assert (tmp_path / "payload.pt").exists()
     assert "outside" not in sys.modules
-
-
-def test_no_file_of_the_program_reads_what_can_run_code() -> None:
-    files = [path for name in ("trainer", "recipes", "scripts") for path in (ROOT / name).rglob("*.py")]
-    assert len(files) > 20
-    for text in ("pickle.load", "weights_only=False"):
-        assert [path.name for path in files if text in path.read_text()] == []
 
 
 # ----------------------------------------------------------------------------------------------------------- pickles
@@ -173,71 +147,24 @@ def test_a_picture_that_is_none_of_the_formats_runs_no_program(tmp_path: Path, m
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_that_is_none_does_not_hang(tmp_path: Path) -> None:
-    """A pipe that nobody writes into, a device that never ends: as a picture and as weights."""
+def test_a_pipe_does_not_hang_and_links_in_circles_are_refused(tmp_path: Path) -> None:
     root = write(tmp_path / "pictures", {"": 8})
+    words = [*PICTURES, *SHORT, f"data.root={root}", "loader.workers=0", "run.dir=run"]
     os.mkfifo(root / "ant" / "zz.jpg")
-    (root / "bee" / "zz.jpg").symlink_to("/dev/zero")
-    said = run([*PICTURES, *SHORT, f"data.root={root}", "loader.workers=0", "run.dir=run"], place=tmp_path, code=1).out
+    said = run(words, place=tmp_path, code=1).out
     assert re.search(r"zz\.jpg cannot be read as a picture: .*no regular file", said)
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
-    for name in ("pipe", "zero"):
-        assert "no regular file" in run([f"init_from={name}.safetensors", *BEGIN], place=tmp_path, code=2).out
-
-
-def test_links_in_circles_are_refused_and_other_links_are_followed_once(tmp_path: Path) -> None:
-    root = write(tmp_path / "pictures", {"": 4})
-    for name in ("a", "b", "c"):  # 3^40 ways, until the system gives up
-        (root / "ant" / name).symlink_to("..")
-    said = run([*PICTURES, f"data.root={root}", *BEGIN], place=tmp_path, code=2).out
-    assert re.search(r"ant/a is a link to .*pictures, a folder that it lies in", said)
-    for name in ("a", "b", "c"):
-        (root / "ant" / name).unlink()
-    other = write(tmp_path / "others", {"": 2})
-    (other / "bee" / "back").symlink_to(other / "cat")  # and each other's
-    (other / "cat" / "back").symlink_to(other / "bee")
-    for name in ("x", "y"):
-        (root / "bee" / name).symlink_to(other / "bee")
-    assert len(data(root, held_out=0.0).train()) == 3 * 4 + 2 + 2
+    (root / "ant" / "a").symlink_to("..")
+    assert re.search(r"ant/a is a link to .*pictures, a folder that it lies in", run(words, place=tmp_path, code=2).out)
 
 
 # ------------------------------------------------------------------------------------------------- texts and weights
 
-TEXTS = ("data=labelled_text", "data.tokenizer=nothing", "model=hf_classifier", "model.path=nothing")
-BOOK = ("data=text", "task=language", "model=gpt_nano")
 
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("book.txt.gz", BOOK),
-        pytest.param("rows.csv.gz", TEXTS, marks=pytest.mark.long),
-        pytest.param("rows.jsonl.gz", TEXTS, marks=pytest.mark.long),
-        pytest.param("digits.csv.gz", (), marks=pytest.mark.long),
-    ],
-)
-def test_a_gzip_bomb_is_refused(tmp_path: Path, name: str, words: tuple[str, ...]) -> None:
-    (tmp_path / name).write_bytes(16 * gzip.compress(bytes(2**26)))  # 1 MB, that holds 1 GiB
+def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "book.txt.gz").write_bytes(16 * gzip.compress(bytes(2**26)))  # 1 MB, that holds 1 GiB
+    words = ["data=text", "task=language", "model=gpt_nano", "data.file=book.txt.gz"]
     with room(2**29):
-        said = run([*words, f"data.file={name}", *BEGIN], place=tmp_path, code=2).out
-    assert re.search(rf"{name} .*more than", said)
-
-
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
-def test_json_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": ' + DEEP + "}\n")
-    said = run([*TEXTS, "data.file=rows.jsonl", *BEGIN], place=tmp_path, code=2).out
-    assert "rows.jsonl cannot be read as rows" in said
-    for name in ("model.safetensors.index.json", "config.json"):
-        folder = tmp_path / name.partition(".")[0]
-        folder.mkdir()
-        if name == "config.json":
-            save_file({"features.0.weight": torch.zeros(1)}, folder / "model.safetensors")
-        (folder / name).write_text('{"weight_map": ' + DEEP + "}")
-        assert name in run([f"init_from={folder.name}", *BEGIN], place=tmp_path, code=2).out
+        assert re.search(r"book.txt.gz .*more than", run([*words, *BEGIN], place=tmp_path, code=2).out)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "{}/secret.safetensors", "part/../../secret.safetensors"])
@@ -324,12 +251,8 @@ def nested(depth: int) -> Any:
 
 STATES = {
     "negative": (progress(position=-120), "progress.position is -120, not a whole number"),
-    "huge": (progress(position=10**12), "progress.position is 1,000,000,000,000, more than"),
-    "behind the epoch": (progress(position=10**6, samples=10**6), "progress.position is 1,000,000, an epoch has 1,437"),
     "other step": (progress(step=10**9, samples=10**12), "progress.step is 1,000,000,000, the manifest is of step 4"),
     "a text": (progress(samples="many"), "progress.samples is 'many', not a whole number"),
-    "no position": (lambda said: said["progress"].pop("position") and None, "progress.position is missing"),
-    "another kind": (lambda said: [said], "what it holds is list, not a mapping"),
     "too deep": (lambda said: said.update(configuration=nested(400)), "what it holds is nested more than 40 deep"),
     "too large": (lambda said: said.update(more="x" * 2**23), "larger than 8,388,608 bytes"),
 }
@@ -343,21 +266,6 @@ def test_a_checkpoint_that_cannot_be_true_is_passed_over_in_words(folder: Path, 
     assert screen.count(f"state.json: {said}") == 1, screen
     ended = run([*WORDS, "run.dir=run", "loop.steps=6"], place=folder.parent)
     assert (ended.status["state"], ended.status["step"], len(ended.curve())) == ("completed", 6, 6)
-
-
-def test_a_manifest_names_no_file_elsewhere_and_is_read_up_to_a_size(folder: Path) -> None:
-    path = folder / "checkpoints" / "step-00000004"
-    elsewhere = read_manifest(path)
-    elsewhere.files["../../config.yaml"] = {"size": 1, "sha256": "0" * 64}
-    for content, said in (
-        (encode_manifest(elsewhere), "manifest.json: files has the name '../../config.yaml'"),
-        (b"[" + b"{}," * (26 * 2**20 // 3) + b"{}]", "manifest.json: larger than 8,388,608 bytes"),
-    ):
-        (path / "manifest.json").write_bytes(content)
-        again = Path(shutil.copytree(folder, folder.with_name(f"run-{len(said)}")))
-        screen = run([*WORDS, "log=[console]", f"run.dir={again.name}", "loop.steps=5"], place=folder.parent).out
-        assert said in screen
-        assert json.loads((again / "status.json").read_text())["resume_step"] == 2
 
 
 def test_a_run_goes_on_whatever_is_damaged_and_compares_what_it_was(folder: Path, caplog: Any) -> None:
@@ -378,15 +286,9 @@ def test_a_run_goes_on_whatever_is_damaged_and_compares_what_it_was(folder: Path
     assert (now["state"], now["resume_step"], now["attempt"], len(ended.curve())) == ("completed", 2, 1, 6)
 
 
-BOMB = "a: &a [1, 1]\n" + "".join(
-    f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk", strict=True)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (BOMB, "refers to other places"),
         ("checkpoint: {best: 3}\n", "checkpoint.best is 3, not a text"),
         ("a: !!python/object/apply:os.system ['touch ran']\n", "ConstructorError"),
     ],

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from recipes.vision.augment import Augment, normalise
-from recipes.vision.pixels.boxes import erase
-from recipes.vision.pixels.geometry import affine, crop, resized_crop
+from recipes.vision.pixels.geometry import crop, resized_crop
 from recipes.vision.pixels.mixing import mix as mix_images
 from trainer import Refusal
 from trainer.data.rng import Random, mix_seeds
@@ -48,20 +47,14 @@ def test_random_numbers_belong_to_the_sample():
     assert belongs_to_the_sample(draw)
 
 
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("channels", "side", "dtype"),
     [(1, 8, torch.uint8), (1, 28, torch.float32), (3, 32, torch.uint8), (3, 7, torch.float32)],
 )
-def test_augmented_images_belong_to_the_sample(threads, channels, side, dtype):
+def test_augmented_images_belong_to_the_sample(channels, side, dtype):
     batch = images(128, channels, side, dtype)
     augment = Augment(crop=2, flip=True, rotate=15, scale=0.2, shear=0.1, shift=1.5, mean=(0.3,), std=(0.7,))
-    usual = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert belongs_to_the_sample(lambda at: augment(batch[at], rng(INDICES[at]), training=True))
-    finally:
-        torch.set_num_threads(usual)
+    assert belongs_to_the_sample(lambda at: augment(batch[at], rng(INDICES[at]), training=True))
 
 
 @pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 32)])
@@ -99,26 +92,17 @@ def test_a_seed_depends_on_every_number_and_on_their_order():
         assert Random(seed, 0, torch.tensor([0])).uniform(1).item() < 1
 
 
-def test_uniform_numbers_are_uniform():
-    numbers = Random(0, 0, torch.arange(1000)).uniform(1000, 200).double()
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    assert abs(numbers.mean() - 0.5) < 0.003
-    assert abs(numbers.var() - 1 / 12) < 0.001
-    for one, other in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):  # next sample, next number
-        assert torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1].abs() < 0.01
-
-
-def test_normal_numbers_are_normal():
-    numbers = Random(0, 0, torch.arange(2000)).normal(2000, 500).double()
-    ordered = numbers.flatten().sort().values
-    expected = torch.special.ndtr(ordered)
-    found = (torch.arange(len(ordered)) + 0.5) / len(ordered)
-    assert (expected - found).abs().max() < 1.9 / math.sqrt(len(ordered))  # Kolmogorov-Smirnov, 0.1 %
-    assert abs(numbers.mean()) < 0.005
-    assert abs(numbers.var() - 1) < 0.005
-    assert abs((numbers**4).mean() - 3) < 0.05
-    assert 4.5 < numbers.abs().max() < 9
+def test_numbers_are_uniform_or_normal_and_independent():
+    random = Random(0, 0, torch.arange(2000))
+    uniform, normal = random.uniform(2000, 500).double(), random.normal(2000, 500).double()
+    assert 0 <= uniform.min() < uniform.max() < 1
+    # both as their distribution says: Kolmogorov-Smirnov, 0.1 %
+    for numbers in (uniform, torch.special.ndtr(normal)):
+        ordered = numbers.flatten().sort().values
+        expected = (torch.arange(len(ordered)) + 0.5) / len(ordered)
+        assert (expected - ordered).abs().max() < 1.9 / math.sqrt(len(ordered))
+        for one, other in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):  # next sample, next number
+            assert torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1].abs() < 0.01
 
 
 def test_integers_reach_both_ends_and_the_batch_comes_first():
@@ -150,20 +134,6 @@ def test_a_crop_is_a_window_of_the_image_with_a_border(flip):
             pytest.fail("a crop that is no window of its image")
     assert len({place[1:] for place in found}) == 25  # every place occurs
     assert {place[0] for place in found} == ({False, True} if flip else {False})
-
-
-def test_affine_turns_by_at_most_the_degrees_it_says():
-    side, batch = 65, 32
-    line = torch.zeros(batch, 1, side, side)
-    line[:, :, side // 2] = 1.0  # a horizontal line through the middle
-    turned = affine(line, rng(INDICES[:batch]), rotate=20.0)[:, 0]
-    heights = (turned[:, :, 50] * torch.arange(side)).sum(1) / turned[:, :, 50].sum(1) - side // 2
-    angles = torch.atan2(heights, torch.tensor(50.0 - side // 2)).rad2deg()
-    draws = rng(INDICES[:batch]).uniform(batch, 5)[:, 0] * 2 - 1
-    expected = 2 * torch.atan(draws * math.tan(math.radians(10))).rad2deg()
-    assert torch.allclose(angles.abs(), expected.abs(), atol=1.0)
-    assert angles.abs().max() > 15
-    assert torch.allclose(affine(line, rng(INDICES[:batch])), line, atol=1e-3)
 
 
 def test_normalise_is_torchvisions_to_the_last_bit():
@@ -215,18 +185,6 @@ def test_a_resized_crop_is_a_box_of_the_image():
     assert 1.2 < (wide / high).max() < 1.34
     assert shown.min() >= 0.5
     assert shown.max() <= side - 0.5
-
-
-def test_some_images_lose_a_box():
-    white = torch.ones(1000, 2, 20, 20)
-    erased = erase(white, Random(0, 0, torch.arange(1000)), chance=0.25)
-    blank = (erased == 0).float()
-    assert torch.equal(blank[:, 0], blank[:, 1])
-    touched = blank[:, 0].flatten(1).mean(1)
-    assert 200 < (touched > 0).sum() < 300
-    assert touched.max() < 0.45
-    rows, columns = blank[:, 0].amax(2).sum(1), blank[:, 0].amax(1).sum(1)
-    assert torch.equal(blank[:, 0].sum((1, 2)), rows * columns)  # a box
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)])

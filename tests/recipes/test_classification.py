@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from recipes.vision.augment import Augment
@@ -12,7 +11,7 @@ from recipes.vision.classification import Classification
 from recipes.vision.images import Images
 from recipes.vision.pictures import Pictures
 from tests.run import SMALL, run
-from trainer import BadData, Plan, Refusal
+from trainer import BadData, Refusal
 
 
 def outputs(batch=12, classes=4):
@@ -99,19 +98,3 @@ def test_figures_do_not_depend_on_the_batches(classes):
     assert whole["macro_accuracy"] == pytest.approx(
         sum(right[target == c].double().mean().item() for c in range(3)) / 3
     )
-
-
-def test_the_confusion_matrix_has_the_truth_in_its_rows():
-    output = functional.one_hot(torch.tensor([1, 1, 2]), 3).float()
-    confusion = Classification().metrics(output, torch.tensor([0, 1, 1]))["confusion"]
-    assert confusion.tolist() == [[0, 1, 0], [0, 1, 1], [0, 0, 0]]
-
-
-def test_the_best_checkpoint_is_the_most_accurate_and_the_plan_is_the_networks_own_or_none():
-    class Planned(nn.Module):
-        def plan(self):
-            return Plan(cuts=("here",))
-
-    assert Classification.best == "accuracy"
-    assert Classification().plan(Planned()).cuts == ("here",)
-    assert Classification().plan(nn.Linear(2, 2)) == Plan()

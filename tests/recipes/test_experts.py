@@ -188,13 +188,3 @@ def test_experts_elsewhere_are_the_same_curve_and_lines_say_what_each_gets(
     for key in ("loss", "grad_norm", "cross_entropy", "balance"):
         assert spread.curve(key) == pytest.approx(alone.curve(key), rel=1e-5)
     assert alone.curve("experts/busiest") == spread.curve("experts/busiest")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_compiled_around_experts_elsewhere_it_is_the_same_curve(tmp_path: Path, processes: Processes) -> None:
-    alone = run([*WORDS, "run.dir=alone", "strategy=single"], place=tmp_path)
-    words = [*WORDS, "run.dir=spread", "strategy=fsdp", "strategy.expert=2", "compile.mode=default"]
-    spread = run(words, 2, "group", place=tmp_path)
-    for key in ("loss", "grad_norm"):
-        assert spread.curve(key) == pytest.approx(alone.curve(key), rel=1e-5)

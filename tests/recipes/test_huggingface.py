@@ -15,9 +15,6 @@ from recipes.vision.huggingface import HuggingFaceImages
 from tests.ranks import Processes
 from tests.recipes.test_folder import CLASSES, SHORT, WHOLE, picture
 from tests.run import far, run
-from trainer import Data, Strategy
-from trainer.data.loader import TrainLoader
-from trainer.strategies.machine import Machine
 
 datasets = pytest.importorskip("datasets", reason="the package datasets is not installed: pip install '.[hf]'")
 
@@ -75,20 +72,6 @@ def test_a_set_is_told_from_another_by_its_pictures(place: Path) -> None:
     one, other = data(place / "numbers"), data(place / "numbers", repeat=2)
     assert one.fingerprint(one.train()) == other.fingerprint(other.train()) != ""
     assert one.fingerprint(one.evaluation()) != one.fingerprint(one.train())
-
-
-def test_a_set_of_the_package_itself_is_read_item_by_item() -> None:
-    class Pairs(Data):
-        def collate(self, items: Any) -> Any:
-            return torch.tensor([item["x"] for item in items]), torch.tensor([item["y"] for item in items])
-
-    dataset = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "y": [0, 1, 2]})
-    with Strategy(machine=Machine(device="cpu")) as strategy:
-        ((batch,),) = TrainLoader(Pairs(), dataset, strategy.slice, 3).epoch(0)
-    # its own `batch` takes the size of a batch
-    assert batch.inputs.tolist() == [[1.0, 2.0, 3.0][at] for at in batch.indices]
-    assert batch.targets.tolist() == batch.indices.tolist()
-    assert Data().fingerprint(dataset)
 
 
 def test_what_is_not_there_is_refused_in_words(place: Path, tmp_path: Path) -> None:

@@ -11,18 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from recipes.language.decoder import Decoder
-from recipes.language.text import Text
 from recipes.language.tokens import Tokens
 from tests.ranks import Processes
-from tests.recipes.nano import GPT, train
 from tests.run import ROOT, quickly, run
-from trainer import Refusal, Strategy
-from trainer import run as learn
-from trainer.data.loader import TrainLoader
-from trainer.strategies.machine import Machine
+from trainer import Refusal
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "context": 16, "width": 32, "depth": 2, "heads": 4}
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "rotary": 10000.0, "bias": False, "groups": 2, "inner": 48}
@@ -113,13 +108,6 @@ CASES = [
     *(("gpt, tied", "cp"), ("llama", "ddp_cp"), ("llama, tied", "fsdp_cp"), ("gpt, tied", "mesh")),
     *(("llama, tied", "ddp_tp"), ("llama, tied", "tp, sequence"), ("llama", "fsdp_tp")),
 ]
-# nanoGPT's published sizes for a CPU
-NANO = (
-    *("data=text", "data.length=64", "data.stride=1", "data.held=0.1", "model=gpt_nano", "model.tied=true"),
-    *("task=language", "optimizer=adamw", "optimizer.weight_decay=0.1", "optimizer.lr=1e-3"),
-    *("optimizer.betas=[0.9,0.99]", "schedule=cosine", "schedule.final=0.1", "loop.global_batch=12"),
-    *("loop.max_norm=1", "loop.eval_every=null"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -177,20 +165,6 @@ def test_a_run_exports_to_transformers_and_begins_with_their_weights(folder: Pat
     assert not any("not there" in ended.out for ended in begun)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["gpt_nano", "llama"])
-def test_an_exported_program_takes_other_batches_and_lengths(model: str, tmp_path: Path) -> None:
-    small = ["model.width=32", "model.depth=2", "data.length=16", "loop.global_batch=8", "log=[]", "device=cpu"]
-    small += ["model.heads=4", "model.groups=2", "model.inner=48"] if model == "llama" else []
-    words = [f"model={model}", "data=synthetic_tokens", *small, "loop.steps=2", f"run.dir={tmp_path / 'run'}"]
-    own = learn(words).network
-    run(["run.dir=run", "job=export", "job.format=pt2", "job.checkpoint=last"], place=tmp_path)
-    program = torch.export.load(tmp_path / "run" / "export" / "model.pt2").module()
-    for batch, length in ((2, 16), (1, 16), (5, 7), (3, 1)):
-        tokens = torch.randint(256, (batch, length))
-        torch.testing.assert_close(program(tokens), own(tokens), rtol=0, atol=1e-5)
-
-
 def prepared(place: Path, *words: str) -> str:
     """What scripts/prepare_tokens.py says."""
     command = [sys.executable, str(ROOT / "scripts" / "prepare_tokens.py"), *words]
@@ -243,23 +217,6 @@ def test_one_text_has_its_end_held_back_and_a_run_reads_it_in_the_same_order_und
     ]
     assert ended[1].curve() == pytest.approx(ended[0].curve(), rel=1e-10)
     assert all("bits_per_byte" in each.lines("eval")[-1] for each in ended)
-
-
-@pytest.mark.long
-def test_the_curve_is_that_of_a_loop_by_hand(folder: Path) -> None:
-    torch.manual_seed(5)
-    by_hand, steps = GPT(), 20
-    save_file(by_hand.published(), folder / "gpt.safetensors")
-    words = [*NANO, "init_from=gpt.safetensors", f"loop.steps={steps}", "schedule.warmup=10", "loop.log_every=1"]
-    ours = run([*words, "strategy=single", "run.dir=nano"], place=folder).curve()
-    text = Text(length=64, stride=1)
-    windows = text.train()
-    with Strategy(machine=Machine(device="cpu")) as strategy:
-        loader = TrainLoader(text, windows, strategy.slice, 12)
-        order = torch.cat([batch.indices for _, (batch,) in zip(range(steps), loader.epoch(0), strict=False)])
-    book = torch.cat([windows.batch(torch.arange(0, len(windows), 64))[0].flatten()]).to(torch.uint8)
-    losses, _ = train(by_hand, book, order, steps, horizon=steps, warmup=10)
-    assert ours == pytest.approx(losses, abs=2e-5)
 
 
 def test_what_a_key_cannot_do_is_refused(tmp_path: Path) -> None:

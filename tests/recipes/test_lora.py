@@ -147,14 +147,6 @@ def test_jobs_read_the_rest_where_it_lies_and_refuse_where_it_is_other(
         assert re.search(r"no frozen weights, .* does not exist.*init_from=PATH says where", said)
     finally:
         (place / "moved").rename(place / "base")
-    # all of it in one folder, for who wants to carry it away
-    run([*COMMON, f"init_from={place / 'base'}", "model.settings=null", *OWN, "run.dir=all", *WHOLE])
-    whole = {name for name in stored(tmp_path / "all") if "/" not in name}
-    assert whole == own.state_dict().keys() | adapters_of(alone).keys()
-
-
-OWN = ("model.width=32", "model.depth=2", "model.heads=4", "model.groups=2", "model.inner=48", "model.tied=false")
-WHOLE = ("checkpoint.whole=true", "strategy=single", "loop.steps=1", "model.rotary=10000")
 
 
 def adapters_of(run: Path) -> dict[str, torch.Tensor]:

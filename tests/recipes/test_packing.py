@@ -192,24 +192,6 @@ def test_a_network_that_mixes_documents_is_found_by_verify(network: type[Decoder
     )
 
 
-LEAKING = """_target_: tests.recipes.test_packing.Mixing
-vocab_size: 257
-context: 16
-width: 16
-depth: 1
-heads: 2
-"""
-
-
-@pytest.mark.long
-def test_verify_refuses_a_network_that_mixes_documents(corpus: Path) -> None:
-    (corpus.parent / "conf" / "model").mkdir(parents=True)
-    (corpus.parent / "conf" / "model" / "leaking.yaml").write_text(LEAKING)
-    words = ["--config-dir", "conf", "trust=[tests]", *PACKED[:4], "task=language", "model=leaking", "job=verify"]
-    words += ["strategy=single", "loop.global_batch=4", "run.dir=run"]
-    assert "job=verify: Mixing mixes documents" in run(words, place=corpus.parent, code=2).out
-
-
 class Blind(nn.Module):
     """It does not know of documents."""
 

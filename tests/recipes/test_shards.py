@@ -59,17 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
-def test_shards_are_indexed_once_and_a_kill_costs_only_what_was_not_done(folder: Path) -> None:
-    whole = (folder / "shards_index/index.json").read_text()
-    assert index(str(folder)).splitlines()[0] == "8 of 8 shards were indexed already"
-    # as a kill leaves it: some shards are not done, and there is no summary
-    next((folder / "shards_index/parts").iterdir()).unlink()
-    (folder / "shards_index/index.json").unlink()
-    assert "7 of 8 shards were indexed already" in index(str(folder))
-    assert (folder / "shards_index/index.json").read_text() == whole
-
-
 @pytest.fixture
 def server(folder: Path) -> Iterator[S3Server]:
     """The same in a bucket, with its index."""

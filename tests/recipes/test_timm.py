@@ -64,12 +64,3 @@ def test_what_timm_does_not_have_or_take_is_said_and_any_argument_goes_on_to_it(
     ):
         assert re.search(said, run([*WORDS, *words, "run.dir=run"], place=tmp_path, code=2).out)
     run([*WORDS, "model.name=resnet18", "data.image_size=32", "+model.drop_path_rate=0.2"], place=tmp_path)
-
-
-@pytest.mark.long
-def test_an_optimizer_of_timm_trains_by_the_words_of_the_message(tmp_path: Path) -> None:
-    words = ("loop.global_batch=16", "loop.steps=2", "loop.eval_every=null", "run.dir=run")
-    said = run(["optimizer=lion", *words], place=tmp_path, code=2).out
-    assert "; optimizer=torch optimizer._target_=timm.optim.Lion works" in said
-    meant = re.findall(r"optimizer\S*=\S+", said)[1:3]
-    run([*meant, "optimizer.lr=0.001", *words], place=tmp_path)

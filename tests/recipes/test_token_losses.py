@@ -3,13 +3,11 @@ tokens in memory."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -88,29 +86,6 @@ def test_chunks_give_the_curve_of_the_whole_loss(processes: Processes, folder: P
     assert losses(run(own, size, "group", place=folder)) == pytest.approx(whole[tied], rel=1e-10)
 
 
-class Guesses(NextToken):
-    """Counts what it guesses right, for which it wants scores."""
-
-    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"right": (output.argmax(-1) == target).sum()}
-
-    def finish(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        return {**super().finish(totals), "right": float(totals["right"] / totals["weight"])}
-
-
-@pytest.mark.parametrize(("size", "strategy"), quickly([(1, "single"), (2, "pp")], (1, "single")))
-def test_who_wants_scores_gets_them(processes: Processes, folder: Path, whole: Any, size: int, strategy: str) -> None:
-    own = [f"task._target_={__name__}.Guesses", "trust=[tests]", f"strategy={strategy}", "loop.micro_batches=2"]
-    name = f"run.dir=guesses-{strategy}"
-    ended = run([*WORDS, CHUNKS, *own, name], size, "group", place=folder)
-    assert losses(ended) == pytest.approx(whole[False], rel=1e-10)
-    assert 0 <= ended.lines("eval")[-1]["right"] < 0.5
-    if size == 1:
-        run([name, "job=predict", "trust=[tests]"], place=folder)
-        scores = load_file(ended.folder / "predict/predictions.safetensors")["output"]
-        assert scores.shape == (12, 8, VOCABULARY)
-
-
 def test_what_is_no_loss_of_tokens_is_refused() -> None:
     with pytest.raises(Refusal, match=r"task\.loss_chunk=4: Linear has no method losses\(.*loss_chunk=null works"):
         NextToken(loss_chunk=4).check(nn.Linear(2, 2))
@@ -120,17 +95,3 @@ def test_what_is_no_loss_of_tokens_is_refused() -> None:
     for output, target in (((6, 10), (6,)), ((2, 3, 5), (2, 4)), ((2, 3, 5), (2,))):
         with pytest.raises(BadData, match=r"the network gives .*; task=language takes scores \(samples, tokens, voca"):
             NextToken().loss(torch.zeros(output), torch.zeros(target, dtype=torch.int64))
-
-
-@pytest.mark.long
-def test_a_plan_shows_the_memory_that_chunks_save(tmp_path: Path) -> None:
-    peaks = []
-    for chunk in ("null", "32"):
-        words = [*WORDS[:-1], "data.length=64", "data.vocab_size=8192", f"task.loss_chunk={chunk}"]
-        # a process of its own: a plan forks, which autograd's threads of other tests would not survive
-        words += [f"run.dir=chunks-{chunk}", "job=plan", "job.processes=[1]", "job.device=cpu", "device=cpu"]
-        folder = run(words, how="process", place=tmp_path).folder
-        peaks.append(json.loads((folder / "plan/plan.json").read_text())["rows"][0]["peak"])
-    scores = 12 * 64 * 8192 * 4
-    assert peaks[0] > 2 * scores  # they, and their gradient
-    assert peaks[1] < scores / 2

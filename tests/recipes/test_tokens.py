@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,46 +57,6 @@ def test_samples_longer_than_the_context_are_refused_before_anything_is_made(tmp
     assert not (tmp_path / "run").exists()
     said = run([*MADE, *SMALL, "data.size=0", "run.dir=run"], place=tmp_path, code=2).out
     assert "the training set is empty" in said
-
-
-READ = """
-import re, runpy, sys
-from pathlib import Path
-import torch
-from recipes.language.tokens import Tokens
-
-def highest():  # MiB, since it was last asked
-    most = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
-    Path("/proc/self/clear_refs").write_text("5")
-    return most
-
-highest()
-before = highest()
-sys.argv = ["prepare_tokens.py", "out", "long.txt", "--held", "0.25"]
-runpy.run_path(PREPARE, run_name="__main__")
-prepared = highest()
-began = highest()
-windows, text = Tokens("out", length=1000).train(), open("long.txt", "rb")
-for numbers in torch.arange(len(windows)).split(64):
-    inputs, targets = windows.batch(numbers)
-    assert bytes(inputs.flatten().to(torch.uint8).numpy()) == text.read(inputs.numel())
-print(len(windows), prepared - before, highest() - began)
-"""
-
-
-@pytest.mark.long
-def test_a_document_that_is_longer_than_memory_allows_is_written_and_read_piece_by_piece(tmp_path: Path) -> None:
-    verse = "Nenne mir, Muse, die Taten des vielgewanderten Mannes; schön.\n"  # with a letter of two bytes
-    (tmp_path / "long.txt").write_text(verse * 400_000 + "x" * 4_000_000)  # 25 MB; the end is one long line
-    program = READ.replace("PREPARE", repr(str(ROOT / "scripts" / "prepare_tokens.py")))
-    command, paths = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    windows, writing, reading = map(int, said.stdout.split()[-3:])
-    assert windows == pytest.approx(0.75 * (400_000 * 62 + 4_000_000) / 1000, rel=0.02)
-    # MiB; tokens of two bytes each are 41 MiB for training, and the text as Python's numbers would be 230
-    assert writing < 30
-    assert reading < 15
 
 
 PREPARE = (sys.executable, str(ROOT / "scripts" / "prepare_tokens.py"))

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from torchvision import models
 
-from recipes.vision.classification import Classification
 from recipes.vision.cnn import CNN
 from recipes.vision.mlp import MLP
-from recipes.vision.resnet import resnet18, resnet50
-from recipes.vision.vit import VisionTransformer, patch_for
+from recipes.vision.resnet import resnet18
+from recipes.vision.vit import VisionTransformer
 from recipes.vision.zoo import torchvision_model
 from trainer import Refusal
 
@@ -41,41 +40,11 @@ def test_each_network_takes_images_of_each_data_set_and_the_seed_decides_its_wei
         assert not any(isinstance(one, kinds) and getattr(one, "p", 1) for one in network.modules())
 
 
-@pytest.mark.parametrize("build", [resnet18, resnet50])
-def test_the_stem_suits_the_size_of_the_images(build):
-    with torch.device("meta"):
-        small, large = build(10, 1, 64), build(10, 3, 65)
-    assert (small.conv1.kernel_size, small.conv1.stride, small.conv1.in_channels) == ((3, 3), (1, 1), 1)
-    assert isinstance(small.maxpool, nn.Identity)
-    assert (large.conv1.kernel_size, large.conv1.stride) == ((7, 7), (2, 2))
-    assert isinstance(large.maxpool, nn.MaxPool2d)
-
-
-@pytest.mark.parametrize(("side", "patch"), [(8, 2), (32, 4), (96, 12), (224, 16), (7, 7)])
-def test_patches_suit_the_size_of_the_images(side, patch):
-    assert patch_for(side) == patch
-
-
 def test_a_transformer_that_does_not_divide_is_refused():
     with pytest.raises(Refusal, match=r"28 pixels do not divide into patches of 16; \[2, 4, 7, 14, 28\]"):
         VisionTransformer(10, 1, 28, patch_size=16)
     with pytest.raises(Refusal, match="width 100 ÷ heads 12 is not whole; width 108"):
         VisionTransformer(10, 1, 28, width=100)
-
-
-def names_of(network, pattern):
-    head, tail = pattern.split("*")
-    return [name for name, _ in network.named_modules() if name.startswith(head) and name.endswith(tail)]
-
-
-def test_the_plan_of_the_transformer_names_its_modules():
-    network = VisionTransformer(10, 1, 8)
-    plan = network.plan()
-    assert all(len(names_of(network, pattern)) == 6 for pattern in plan.tensor)
-    assert plan.divisible == {"heads": 12}
-    assert plan.shard == ("blocks.*",)
-    assert plan.cuts == ("blocks.3",)
-    assert Classification().plan(network).tensor.keys() == plan.tensor.keys()
 
 
 @pytest.mark.parametrize(
