@@ -76,7 +76,6 @@ def test_all_ranks_count_and_what_is_computed_again_does_not(processes: Processe
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156),
-        ("NVIDIA A10G", "bf16", None),  # no A10
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a part of one
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),  # another chip
     ],
