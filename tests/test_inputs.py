@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -188,16 +187,16 @@ def test_another_folder_with_the_same_classes_is_taken_and_a_table_does_not_outl
     assert not (folder / "predict" / "predictions.csv").exists()
 
 
-OTHER = [("ants", "bee", "cat"), ("bee", "cat"), ("ant", "bee", "cat", "dog")]
+OTHER = ["ants, bee, cat", "bee, cat", "ant, bee, cat, dog"]
 
 
 @pytest.mark.parametrize("names", quickly(OTHER, OTHER[0]))
-def test_a_set_with_other_classes_is_refused_with_both_lists(folder: Path, names: tuple[str, ...]) -> None:
-    other = colours(Path("other"), {name: name if name in COLOURS else "ant" for name in names})
+def test_a_set_with_other_classes_is_refused_with_both_lists(folder: Path, names: str) -> None:
+    other = colours(Path("other"), {name: name if name in COLOURS else "ant" for name in names.split(", ")})
     said = run(["job=evaluate", "run.dir=run", f"data.root={other}"], code=2).out
-    assert f"the classes of this data are {', '.join(names)}; the run was trained on ant, bee, cat: take data" in said
+    assert f"the classes of this data are {names}; the run was trained on ant, bee, cat: take data" in said
     said = run([*TRAINING, f"data.root={other}", "loop.epochs=13"], code=2).out
-    assert re.search(rf"classes: ant, bee, cat → {', '.join(names)}", said)
+    assert f"classes: ant, bee, cat → {names}" in said
 
 
 @pytest.mark.long
