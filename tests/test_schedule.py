@@ -1,4 +1,4 @@
-"""Rates: what each schedule makes of a step, and torch's schedulers as a loop by hand has them."""
+"""Rates: what each schedule makes of a step; torch's schedulers: test_borrowed.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
 from trainer import Refusal
-from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Schedule, Step, TorchSchedule
+from trainer.learning.schedule import WSD, Constant, Cosine, Linear, Schedule, Step
 
 ALL = [Constant, Cosine, Linear, Step, WSD]
 
@@ -81,40 +80,3 @@ def test_wsd_is_stable_and_then_decays() -> None:
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(Refusal, match=words):
         WSD(**arguments)
-
-
-EPOCHS, PER_EPOCH, RATE = 8, 4, 0.3
-BORROWED: dict[str, dict[str, Any]] = {
-    "StepLR": {"step_size": 3, "gamma": 0.5},
-    "MultiStepLR": {"milestones": [2, 5], "gamma": 0.5},
-    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2, "eta_min": 0.01},
-    "OneCycleLR": {"max_lr": 2.0, "total_steps": EPOCHS * PER_EPOCH, "cycle_momentum": False},
-    "CyclicLR": {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 5, "cycle_momentum": False},
-}
-
-
-@pytest.mark.parametrize("per", ["step", "epoch"])
-@pytest.mark.parametrize("name", BORROWED)
-def test_a_scheduler_of_torchs_gives_the_rates_of_a_loop_written_by_hand(name: str, per: Any) -> None:
-    kind, words = getattr(torch.optim.lr_scheduler, name), BORROWED[name]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=RATE)
-    scheduler, rates = kind(optimizer, **words), []
-    for _ in range(EPOCHS):
-        for _ in range(PER_EPOCH):
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            if per == "step":
-                scheduler.step()
-        if per == "epoch":
-            scheduler.step()
-    moments = [(step, step // PER_EPOCH, EPOCHS * PER_EPOCH) for step in range(EPOCHS * PER_EPOCH)]
-
-    def schedule(**more: Any) -> TorchSchedule:
-        return TorchSchedule(make=lambda optimizer: kind(optimizer, **words), rate=RATE, per=per, **more)
-
-    one, resumed = schedule(), schedule()
-    assert [RATE * one(*moment) for moment in moments] == pytest.approx(rates, rel=1e-12)
-    assert [resumed(*moment) for moment in moments[13:]] == [one(*moment) for moment in moments[13:]]
-    # in a warm-up that part of it
-    assert schedule(warmup=4)(*moments[1]) == pytest.approx(0.5 * rates[1] / RATE)
-    schedule().check(EPOCHS * PER_EPOCH, PER_EPOCH)
