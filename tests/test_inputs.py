@@ -196,7 +196,8 @@ def test_a_set_with_other_classes_is_refused_with_both_lists(folder: Path, names
     said = run(["job=evaluate", "run.dir=run", f"data.root={other}"], code=2).out
     assert f"the classes of this data are {names}; the run was trained on ant, bee, cat: take data" in said
     said = run([*TRAINING, f"data.root={other}", "loop.epochs=13"], code=2).out
-    assert f"classes: ant, bee, cat → {names}" in said
+    # of another number of classes the network is another one
+    assert (f"classes: ant, bee, cat → {names}" if names.count(",") == 2 else "is of another network") in said
 
 
 @pytest.mark.long
