@@ -272,9 +272,15 @@ def test_a_run_goes_on_whatever_is_damaged_and_compares_what_it_was(folder: Path
     assert (now["state"], now["resume_step"], now["attempt"], len(ended.curve())) == ("completed", 2, 1, 6)
 
 
+BOMB = "a: &a [1, 1]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk", strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (BOMB, "refers to other places"),
         ("checkpoint: {best: 3}\n", "checkpoint.best is 3, not a text"),
         ("a: !!python/object/apply:os.system ['touch ran']\n", "ConstructorError"),
     ],
