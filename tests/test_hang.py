@@ -211,24 +211,11 @@ def test_who_is_silent_then_who_is_behind_then_who_does_something_else(
 # ------------------------------------------------------------------------------------------------------- one process
 
 
-def watched(folder: Path, progress: RankProgress, reason: str, until: Callable[[], Any]) -> None:
-    """One process under a watchdog, until something is seen; `reason`: for which it was asked to stop."""
-    (folder / "logs").mkdir()
-    stop = StopRequest()
-    stop.raised, stop.reason = bool(reason), reason
-    with Watchdog(Launch(), folder, stop, lambda: progress, interval=0.01, stop_timeout=0.05):
-        wait_until(until)
-
-
 def test_one_process_is_told_where_it_stands_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watched(tmp_path, RankProgress(3, 7, 0.05, 0.05), "", lambda: caplog.records)
+    (tmp_path / "logs").mkdir()
+    late = RankProgress(3, 7, 0.05, 0.05)
+    with Watchdog(Launch(), tmp_path, StopRequest(), lambda: late, interval=0.01):
+        wait_until(lambda: caplog.records)
     assert "nothing has gone on for 0 s; the run waits on, at " in caplog.text
     assert f"{__file__}:" in caplog.text  # the line of its own code, none of Python's library
     assert "thread MainThread:\n" in (tmp_path / "logs" / "rank-0.log").read_text()
-
-
-def test_one_process_that_was_asked_to_stop_in_vain_says_so(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text('{"state": "running", "step": 3}')
-    watched(tmp_path, RankProgress(3, 7, 600, 600), "SIGTERM", lambda: "reason" in status(tmp_path))
-    assert status(tmp_path)["reason"].startswith("SIGTERM, and nothing has gone on since: ")
-    assert status(tmp_path)["state"] == "running"

@@ -68,12 +68,12 @@ def test_a_failure_is_tried_again_as_long_as_there_is_progress(
     assert told == ["restart"] * (expected[1] - 1) + ["no restart"] * gives_up
 
 
-def ranks(*acts: str, meanwhile: Callable[[int], None] = lambda _: None) -> Callable[..., subprocess.Popen[bytes]]:
+def ranks(*acts: str) -> Callable[..., subprocess.Popen[bytes]]:
     """Starts, in the place of a rank, a process that does its act."""
 
     def start(words: Sequence[str], environment: Mapping[str, str], *streams: Any) -> subprocess.Popen[bytes]:
-        meanwhile(rank := int(environment["RANK"]))
-        return subprocess.Popen([sys.executable, "-S", "-c", f"import os, signal; {acts[rank]}"])
+        act = acts[int(environment["RANK"])]
+        return subprocess.Popen([sys.executable, "-S", "-c", f"import os, signal; {act}"])
 
     return start
 
@@ -97,15 +97,6 @@ def test_what_ended_ranks_without_a_word_is_said(
 ) -> None:
     assert run_ranks([], 2, tmp_path, 0, ranks(*acts))[0] == code
     assert capsys.readouterr().err.splitlines() == said
-
-
-@pytest.mark.parametrize("when", [0, 1])
-def test_a_request_while_ranks_are_started_ends_the_run_before_it_began(when: int, tmp_path: Path) -> None:
-    def interrupt(rank: int) -> None:
-        if rank == when:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    assert run_ranks([], 2, tmp_path, 0, ranks(WAITS, WAITS, meanwhile=interrupt)) == (STOPPED, [signal.SIGINT])
 
 
 def test_of_more_processes_than_cores_each_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

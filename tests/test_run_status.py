@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.run import status
-from trainer.launch.run_status import StatusWriter, mark_failed
+from trainer.launch.run_status import StatusWriter
 
 
 def begun(folder: Path, resume_step: int = 0) -> StatusWriter:
@@ -26,15 +26,3 @@ def test_a_run_that_began_from_another_ones_checkpoint_counts_its_own_steps(tmp_
     assert status(tmp_path)["goodput"] == 1.0
     begun(tmp_path, 500).write("completed", 520, None)
     assert status(tmp_path)["goodput"] == round(20 / 30, 4)
-
-
-def test_a_running_attempt_is_not_reported_at_each_step_and_any_rank_may_say_that_it_failed(tmp_path: Path) -> None:
-    attempt = StatusWriter(tmp_path, 0, 2, "ddp")
-    for step in range(3):
-        attempt.write("running", step, None)
-    assert status(tmp_path)["step"] == 0
-    attempt.write("preempted", 2, "SIGTERM")
-    assert status(tmp_path)["step"] == 2
-    mark_failed(tmp_path, "ValueError: no", 1)
-    said = status(tmp_path)
-    assert (said["state"], said["reason"], said["root_rank"], said["step"]) == ("failed", "ValueError: no", 1, 2)

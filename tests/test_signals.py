@@ -58,19 +58,6 @@ def test_a_rank_that_has_failed_is_not_ended_by_its_launcher_before_it_has_told_
         signal.signal(signal.SIGTERM, before)
 
 
-def test_in_a_thread_nothing_is_raised_and_nothing_breaks() -> None:
-    seen = []
-
-    def use() -> None:
-        with StopRequest() as stop:
-            seen.append(stop.raised)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert seen == [False]
-
-
 def test_a_launcher_that_was_killed_before_anybody_listened_is_missed_all_the_same() -> None:
     launcher = subprocess.Popen(["true"])
     launcher.wait()
