@@ -172,13 +172,6 @@ def test_the_life_of_a_run_folder(place: Path) -> None:
     assert ended.curve("lr")[13:] == [0.05, 0.2, 0.2]
     assert {path.name for path in folder.glob("config.*yaml")} == {"config.yaml", "config.1.yaml", "config.2.yaml"}
 
-    branch = named(place, "branch", f"run.resume={folder}", "optimizer.lr=0.2", "loop.steps=17")  # from another run
-    assert (branch.status["resume_step"], [line["step"] for line in branch.lines("train")]) == (16, [17])
-
-    fresh = named(place, "life", "run.resume=fresh", "loop.steps=2")
-    assert (len(fresh.curve()), fresh.status["attempt"]) == (2, 1)
-    assert len(lines(place / "runs" / "life.1", "train")) == 16
-
 
 def test_a_longer_horizon_is_another_learning_where_the_schedule_depends_on_it(place: Path) -> None:
     words = ("schedule=cosine", "schedule.warmup=1")  # behind the warm-up rates depend on the length

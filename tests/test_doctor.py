@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 
-import trainer
 from tests.ranks import Processes
 from tests.run import run, start, type_words
 from trainer.jobs.doctor import slow_rank
@@ -99,14 +98,11 @@ def test_a_slow_rank_is_named_with_its_host_and_no_healthy_one_accused(
     assert not read(tmp_path / "slow" / "runs")["ok"]
 
 
-def test_limits_that_are_too_low_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_are_too_low_are_errors(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (260, hard))
     try:
         said = run([*QUICK], place=tmp_path, code=1).out
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(RuntimeError, match=r"may open 260 files.*doctor.json\)"):
-            trainer.run([*QUICK, "device=cpu"])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     (what,) = [error["what"] for error in errors(tmp_path / "runs")]

@@ -138,14 +138,6 @@ def test_a_run_leaves_the_process_as_it_was(furnished: Path) -> None:
     same(before)
 
 
-@pytest.mark.long
-def test_so_does_one_in_several_processes(furnished: Path) -> None:
-    trainer.run([*WORDS, "loop.steps=1", "run.name=first"])
-    before = state()
-    trainer.run([*WORDS, *CHANGING[:-1], "run.name=second"], processes=2)
-    same(before)
-
-
 def test_a_second_run_in_another_thread_is_refused_and_the_first_keeps_what_it_has(furnished: Path) -> None:
     words = [*WORDS, "strategy=ddp", "task._target_=guest.Waiting", "trust=[guest]", "run.name=first"]
     with ThreadPoolExecutor(1) as pool:

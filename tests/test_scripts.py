@@ -14,31 +14,6 @@ from scripts import launch
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
-# --- the tests
-
-
-def test_a_test_that_is_named_runs_long_and_the_others_of_other_files_do_not(tmp_path: Path) -> None:
-    file = "import pytest\n\n@pytest.mark.long\n@pytest.mark.parametrize('n', [1, 2])\ndef test_much(n): ...\n"
-    file += "def test_little(): ...\nclass TestAll:\n    @pytest.mark.long\n    def test_in_it(self): ...\n"
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    long\n")
-    for name in ("test_one.py", "test_other.py"):
-        (tmp_path / name).write_text(file)
-
-    def chosen(*words: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words]
-        surroundings = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
-        done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=60)
-        return [line.removeprefix("test_") for line in done.stdout.splitlines() if "::" in line]
-
-    little = "other.py::test_little"
-    assert chosen("test_one.py::test_much", "test_other.py") == [f"one.py::test_much[{n}]" for n in (1, 2)] + [little]
-    assert chosen("test_one.py::test_much[2]", "test_other.py::TestAll") == [
-        "one.py::test_much[2]",
-        "other.py::TestAll::test_in_it",
-    ]
-
-
 # --- the words
 
 
