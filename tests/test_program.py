@@ -106,8 +106,8 @@ def test_the_program_and_the_ten_lines_of_the_page_say_what_the_evaluation_says(
     *said, imported = ended.stdout.split("\n")[:-1]
     assert imported == ""
     for line, (path, own) in zip(said, known.items(), strict=True):
-        file, name, share = line.rsplit(" ", 2)
-        assert (file, name) == (str(place / path), CLASSES[int(own.argmax())])
+        file, kind, share = line.rsplit(" ", 2)
+        assert (file, kind) == (str(place / path), CLASSES[int(own.argmax())])
         assert float(share.rstrip("%")) / 100 == pytest.approx(float(own.max()), abs=0.02)
     program = torch.export.load(place / name / "export" / "model.pt2").module()
     card = json.loads((place / name / "export" / "model.json").read_text())
