@@ -134,9 +134,24 @@ def test_what_else_there_is_changes_nothing(train: Train, network: Any, ranks: i
     exact(train, ranks, words, network)
 
 
-class Dropping(Layers):
+class Drawing(nn.Module):
+    """Dropout in its blocks; outside of them, too, before a number that decides whether a block counts half."""
+
     def __init__(self) -> None:
-        super().__init__(0.4)
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.4)) for _ in range(4))
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, inputs: Any) -> Tensor:
+        hidden = inputs["x"]
+        for block in self.blocks:
+            hidden = F.dropout(hidden, 0.3, self.training)
+            half = self.training and torch.rand([]) < 0.5
+            hidden = 0.5 * block(hidden) if half else block(hidden)
+        return self.last(hidden + 0.1 * torch.rand_like(hidden))
+
+    def plan(self) -> Plan:
+        return Plan(shard=("blocks.*",))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +161,8 @@ class Dropping(Layers):
         "Interleaved1F1B strategy.activation_checkpointing=units",
     ),
 )
-def test_dropout_is_that_of_one_process(train: Train, words: str) -> None:
-    exact(train, 2, f"strategy=pp strategy.schedule={words}", Dropping)
+def test_what_is_drawn_is_that_of_one_process(train: Train, words: str) -> None:
+    exact(train, 2, f"strategy=pp strategy.schedule={words}", Drawing)
 
 
 @pytest.mark.parametrize(

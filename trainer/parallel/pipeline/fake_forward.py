@@ -22,6 +22,7 @@ from trainer.data.nested_tensors import map_tensors, tensors
 from trainer.messages import Refusal, first_line
 from trainer.parallel.meta_model import named_state
 from trainer.parallel.module_units import ancestors
+from trainer.parallel.rng.kernels import count_draw
 
 NETWORK = "network"  # the attribute under which a step holds its network
 _AT = torch.ops.aten
@@ -53,6 +54,7 @@ class FakeMode(FakeTensorMode):
             like = args[0]
             args = (torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:])
             return func(*args, **(kwargs or {}))
+        count_draw(func, args)  # a stage that has the values draws here, too
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
