@@ -28,7 +28,7 @@ UNFINISHED = VENV / "unfinished"
 STDERR = 2  # where pip may talk; stdout is for the run
 EXTRAS = {"train": [], "test": ["test"]}
 # Many tests use one core: several files run at once. tests/conftest.py says how many; `-n 0` switches it off.
-SEVERAL = ["-n", "auto", "--dist", "loadgroup", "--no-loadscope-reorder"]
+SEVERAL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def main() -> NoReturn:

@@ -1,4 +1,4 @@
-"""What holds for every test: which run, in which lane, in which folder, and what all of them cost."""
+"""What holds for every test: which run, in which folder, and what all of them cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,11 @@ from tests.nearest import nearest_tests
 if TYPE_CHECKING:
     from tests.ranks import Processes
 
-MOST_LANES, LANE_BYTES = 4, 5 * 2**30  # each has its own fork server, and one has the group, in 3 to 4 GB of memory
+MOST_LANES, LANE_BYTES = 4, 5 * 2**30  # each has its own fork server and group, in 3 to 4 GB of memory
 BUDGET, IMPORT = 600.0, 1.4  # seconds of processor time for the quick suite, where `import torch` takes so many
 MOST = 1.5  # times the budget, beyond which CI fails
 QUICK = 3.0  # seconds; a test that takes longer is to be long
-NOTES = pytest.StashKey[Counter[str]]()  # what each lane has to say, as numbers
+NOTES = pytest.StashKey["Counter[str]"]()  # what each lane has to say, as numbers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,9 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[NOTES] = Counter()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --long only a long test that is named runs; what needs the group of ranks runs in one lane."""
+    """Without --long only a long test that is named runs."""
     if ref := config.option.changed:
         near = nearest_tests(config.rootpath, _changed_since(ref, config.rootpath))
         chosen = [item for item in items if _is_long(item) and not item.get_closest_marker("service")]
@@ -65,13 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[NOTES]["left out"] = len(items) - len(chosen)
     out = set(items) - set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in out])
-    on_group = {item.path for item in chosen if "processes" in getattr(item, "fixturenames", ())}
-    if not ref:
-        chosen.sort(key=lambda item: item.path not in on_group)  # the longest lane first
-    # a file's tests stay together: they share fixtures and runs
-    for item in chosen:
-        in_ranks = item.path in on_group and not config.option.long and not ref
-        item.add_marker(pytest.mark.xdist_group("ranks" if in_ranks else item.path.name))
     items[:] = chosen
 
 
@@ -209,11 +202,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def _cost(config: pytest.Config) -> tuple[float, float, float]:
     """Seconds of processor time: what was spent, what is allowed on this machine, what `import torch` takes on it."""
+    notes, torch = config.stash[NOTES], _import_torch()
+    return (notes["milliseconds"] + notes["lanes' milliseconds"]) / 1000, BUDGET * torch / IMPORT, torch
+
+
+@cache
+def _import_torch() -> float:
     before = _processor_time()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    torch = _processor_time() - before
-    notes = config.stash[NOTES]
-    return (notes["milliseconds"] + notes["lanes' milliseconds"]) / 1000, BUDGET * torch / IMPORT, torch
+    return _processor_time() - before
 
 
 def _processor_time() -> float:

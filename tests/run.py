@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -143,6 +144,8 @@ def type_words(launch: Any, place: Path, words: Sequence[str], environment: Mapp
             folder_lock.unlock_all_folders()  # the run's folder: its process would let go of it
             os.chdir(before)
             sys.path[:] = path
+            for name in imported & logging.root.manager.loggerDict.keys():
+                logging.getLogger(name).disabled = False  # Hydra's help switches off all that there are
             _forget_lab(place, imported)
 
 

@@ -162,7 +162,6 @@ class Own(Classification):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_several_processes_give_back_what_the_first_has(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +190,6 @@ def test_several_processes_give_back_what_the_first_has(
     assert (left["state"], left["root_rank"], left["reason"][:21]) == ("failed", 1, "RuntimeError: this pr")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) -> None:
     spoken = [word for word in WORDS if word != "log=[]"]
@@ -217,7 +215,6 @@ def test_the_command_starts_them_itself_and_ends_as_the_run_does(place: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.py", "points.py"])
 def test_the_examples_of_the_page_run(place: Path, name: str) -> None:
     code = dict(BLOCK.findall((DOCS / "python.md").read_text()))[name]

@@ -60,7 +60,6 @@ def test_whatever_is_not_the_same_is_named(tmp_path: Path) -> None:
     assert found[1] == "loss_hex of 1 of 6 steps differs or is missing, from step 2 on"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     "words",
@@ -86,7 +85,6 @@ def test_a_run_is_the_same_after_faults_and_nothing_is_left(
     assert status(tmp_path / "kept" / "run")["attempt"] > int(count) >= 3  # they struck
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_lab_is_struck_where_its_samples_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -389,7 +389,12 @@ def test_a_write_that_fails_leaves_the_older_ones_and_no_draft(tmp_path, verb, f
 
 def test_everything_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
     disk, flushed, fsync = Failing(), [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(file) or fsync(file))
+
+    def counted(file):
+        flushed.append(file)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", counted)
     save_some(tmp_path, [1], disk=disk)
     assert len(flushed) == len([verb for verb, _ in disk.asked if verb == "sync"])  # the system was told, each time
     files = sorted(path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir())

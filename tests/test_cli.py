@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 
 from tests.run import ROOT, SMALL, Command, Finished, far, files_below, lines, run, start, status
 
-pytestmark = pytest.mark.slow
-
 WORDS = (*SMALL, "schedule=constant", "optimizer=sgd", "loop.global_batch=120", "strategy=single")
 COMPILER = shutil.which("g++") or shutil.which("c++")
 
@@ -39,6 +37,7 @@ def plain(place: Path) -> Finished:
 # --------------------------------------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.long
 def test_slices_precisions_and_another_time_give_one_curve(place: Path, plain: Finished) -> None:
     ways = {
         "again": ["loop.deterministic=true"],
@@ -222,6 +221,7 @@ def test_one_run_a_folder_and_a_signal_that_ends_it(place: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what a start does
 
 
+@pytest.mark.long
 def test_one_process_does_not_import_the_compiler(tmp_path: Path) -> None:
     own = ["strategy=auto", "optimizer=adamw", "ema.decay=0.9", "loop.max_norm=1", "run.dir=run"]
     words = [*WORDS, *own, "device=cpu", "log=[]", "loop.steps=1"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.options import options
-from tests.run import Finished, run
+from tests.run import Finished, quickly, run
 from trainer import Plan
 
 # torch silences it by replacing the function that shows warnings, which an error passes by
@@ -116,7 +116,7 @@ COUNTED: dict[str, tuple[str, list[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", COUNTED)
+@pytest.mark.parametrize("case", quickly(COUNTED, "each has its own"))
 def test_graphs_of_training_and_of_an_evaluation_are_counted_and_the_rehearsal_makes_none(
     train: Any, case: str
 ) -> None:

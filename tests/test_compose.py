@@ -242,7 +242,6 @@ def test_a_word_is_refused_and_help_is_given_before_torch_is_imported(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_several_processes_refuse_with_one_voice(tmp_path: Path) -> None:
     ended = start(["strategy=ddp", "device=cpu", "loop.global_batch=101"], ranks=2, place=tmp_path).end()
     assert (ended.code, ended.left, len(ended.out.splitlines())) == (2, [], 1), ended.out
@@ -264,8 +263,8 @@ def test_words_arrive_in_all_of_hydra_s_grammar() -> None:
     assert cfg["loop"]["log_every"] == ["1ep", "15min", 500]
     assert "hydra" not in cfg
     assert composed("data=imagefolder", "data.root=~/my pictures")["data"]["root"] == "~/my pictures"
-    for words in ("compile=true compile.fullgraph=true", "compile.fullgraph=true compile=true"):
-        assert composed(*words.split())["compile"]["fullgraph"] is True
+    for both in ("compile=true compile.fullgraph=true", "compile.fullgraph=true compile=true"):
+        assert composed(*both.split())["compile"]["fullgraph"] is True
 
 
 @pytest.mark.parametrize(

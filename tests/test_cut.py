@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recipes.vision.resnet import resnet18
 from recipes.vision.vit import VisionTransformer
+from tests.run import quickly
 from tests.strategies.networks import WIDTH, Blocks
 from trainer import Refusal
 from trainer.parallel.pipeline.cut import cut_stages
@@ -72,7 +73,7 @@ SAME: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...], tuple[int, 
 }
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("case", quickly(SAME, "blocks", "in place", "vit"))
 def test_stages_are_the_same_function_of_the_networks_own_parts_and_names(case: str) -> None:
     make, count, cuts, shape = SAME[case]
     network, inputs = make(), {"x": torch.randn(shape)}

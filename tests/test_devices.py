@@ -60,6 +60,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     return place, elsewhere(place, runs)
 
 
+@pytest.mark.long
 def test_auto_takes_what_torch_finds_and_the_curve_is_that_of_the_cpu(
     ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -98,7 +99,6 @@ def test_what_a_device_cannot_do_is_refused_in_words(
     assert said in ran[1][number]["said"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_several_processes_wait_no_more_than_one_and_offloading_does_not(tmp_path: Path) -> None:
     words = (*TRANSFORMER, *STEPS, "loop.eval_every=2", "loop.save_every=null", "loop.steps=4")

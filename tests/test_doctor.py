@@ -56,7 +56,6 @@ def test_one_process_is_examined_without_a_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_command_measures_all_on_four_ranks_whatever_the_model_and_the_data_are(tmp_path: Path) -> None:
     words = ("data=imagefolder", "data.root=nowhere", "model=vit_tiny", "model.width=7", "device=cpu")
     ended = run([*QUICK, *words], 4, "process", place=tmp_path)
@@ -113,7 +112,7 @@ def test_limits_that_are_too_low_are_errors(tmp_path: Path) -> None:
 def examine_elsewhere(launch: Launch, place: Path) -> int:
     """The job where nothing locks, on ranks of which the second has another clock and another Python."""
     now = time.time
-    others = [patch("time.time", lambda: now() + 3600), patch("platform.python_version", lambda: "3.0.0")]
+    others: list[Any] = [patch("time.time", lambda: now() + 3600), patch("platform.python_version", lambda: "3.0.0")]
     with ExitStack() as stack:
         for each in (patch("fcntl.flock", lambda *_: None), *others[: 2 * launch.rank]):
             stack.enter_context(each)

@@ -228,7 +228,7 @@ FAULTS = {
     "the first hangs": Fault("SIGSTOP", [7], "process", 1, "failed", 0, "rank 0 of 2 does not answer", rank=0),
     "bad data": Fault("bad data", [7], "process", 1, "failed", 1, "3.jpg cannot be read"),
 }
-QUICK = ("asked", "asked in an evaluation", "a full disk", "killed", "hangs", "is cut off")
+QUICK = ("asked", "a full disk", "killed")
 
 
 @pytest.mark.parametrize("name", quickly(FAULTS, *QUICK))

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from tests.ranks import Processes
 from tests.run import ROOT, Finished, curve, far, lines, run
 
-pytestmark = pytest.mark.slow
-
 DOCS = ROOT / "docs"
 WAVES = ("--config-dir", "lab/conf", "experiment=waves", "loop.log_every=1")
 # a paragraph that begins with a file's name, and the block of code behind it

@@ -64,6 +64,7 @@ def test_a_line_tells_tokens_and_utilisation_and_only_where_the_peak_is_known(tm
     assert "utilisation" not in line
 
 
+@pytest.mark.long
 def test_all_ranks_count_and_what_is_computed_again_does_not(processes: Processes, tmp_path: Path) -> None:
     words = ["strategy=fsdp", "strategy.activation_checkpointing=units", "loop.micro_batches=2"]
     line = run([*WORDS, *words], 2, "group", place=tmp_path).lines("train")[-1]

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run import ROOT, curve, far, quickly, run
-
-pytestmark = pytest.mark.slow
+from tests.run import ROOT, curve, far, run
 
 HOME = ROOT / "tests"
 BRIEF = ["precision=fp64", "loop.steps=4", "loop.log_every=1", "loader.workers=0"]
@@ -23,7 +21,8 @@ STAGES = {
 PACKAGES = {"t5": "transformers", "lightning_module": "lightning"}
 
 
-@pytest.mark.parametrize("case", quickly(STAGES, "experts"))
+@pytest.mark.long
+@pytest.mark.parametrize("case", STAGES)
 def test_a_program_has_one_curve_or_is_refused_with_the_reason(processes: object, case: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES.get(case, "torch"))
     words = ["--config-dir", "foreign/conf", f"experiment={case}", *BRIEF]

@@ -10,8 +10,6 @@ import pytest
 from tests.ranks import Processes
 from tests.run import Finished, lines, quickly, run
 
-pytestmark = pytest.mark.slow
-
 LAB = """
 import torch
 from torch import nn

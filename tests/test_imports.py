@@ -249,7 +249,6 @@ MOST_WIDER, MOST_PATCHES = 15, 40
 # Files that need more than one module of the inside, and why.
 WIDER = {
     "tests/run.py": "the one that runs the product inside of this process",
-    "tests/test_devices.py": "what each strategy asks of an accelerator",
 }
 
 

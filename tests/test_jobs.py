@@ -200,6 +200,7 @@ class Segment(Task):
 """
 
 
+@pytest.mark.long
 def test_outputs_of_several_sizes_are_a_file_each(processes: Processes, tmp_path: Path) -> None:
     (tmp_path / "sizes.py").write_text(SIZES)
     words = ["trust=[sizes]", "loader.workers=0", "run.dir=run"]

@@ -10,8 +10,6 @@ import pytest
 
 from tests.run import curve, far, lines, run, start, status
 
-pytestmark = pytest.mark.slow
-
 CHOICES = ("--config-dir", "lab/conf", "model=look", "data=cells", "task=sorting", "optimizer=heavy", "device=cpu")
 LENGTH = ("loop.global_batch=12", "loop.eval_batch=8", "loop.epochs=2", "loop.log_every=1", "schedule=constant")
 

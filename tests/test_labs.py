@@ -14,9 +14,7 @@ from tests.labs.detection.lab import Detection
 from tests.labs.gan.lab import Adversarial, Rivals
 from tests.labs.recurrent import lab as recurrent
 from tests.planted.plants import GRAPHS, NET
-from tests.run import curve, far, lines, quickly, run
-
-pytestmark = pytest.mark.slow
+from tests.run import curve, far, lines, run
 
 HOME = Path(__file__).parent / "labs"
 BRIEF = ["precision=fp64", "loop.steps=6", "loop.log_every=1", "loader.workers=0"]
@@ -47,7 +45,8 @@ LABS: dict[str, tuple[str, str, str]] = {  # its figure, how several processes d
 }
 
 
-@pytest.mark.parametrize("name", quickly(LABS, "masked"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", LABS)
 def test_a_lab_has_one_curve(processes: object, tmp_path: Path, name: str) -> None:
     figure, divided, more = LABS[name]
     for size, strategy in ((1, "single"), (2, "ddp"), (2, "fsdp")):

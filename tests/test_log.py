@@ -41,6 +41,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_kill_tears_the_last_line_at_most_and_the_next_attempt_drops_it(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     written = 0

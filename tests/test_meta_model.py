@@ -15,7 +15,7 @@ from torchvision.models.swin_transformer import SwinTransformer
 from recipes.vision.resnet import resnet18
 from tests.options import options
 from tests.ranks import Processes
-from tests.run import quickly, run
+from tests.run import run
 from tests.test_initial_weights import STILL, saved
 from trainer import Refusal
 from trainer.parallel.meta_model import build_meta_model, is_meta_model
@@ -116,7 +116,8 @@ SPREAD: list[tuple[int, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "words"), quickly(SPREAD, SPREAD[0]), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "words"), SPREAD, ids=str)
 def test_each_rank_gets_its_part_of_every_value_that_one_has_built(
     processes: Processes, tmp_path: Path, ranks: int, words: list[str]
 ) -> None:

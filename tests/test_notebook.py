@@ -20,8 +20,6 @@ pytest.importorskip("ipykernel", reason="a notebook needs ipykernel: pip install
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 
-pytestmark = pytest.mark.slow
-
 WORDS = [*SMALL, "device=cpu", "log=[console]", "loop.global_batch=120", "loop.steps=12"]
 ENDLESS = [*WORDS, "loop.steps=1000000", "loop.eval_every=null", "schedule=constant"]
 STEP = re.compile(r"^epoch .* step ", re.MULTILINE)

@@ -11,8 +11,6 @@ import pytest
 from tests.baseline.old_runs import HERE, figures, job_words, learned, read_lines, sums, unpack, words
 from tests.run import quickly, run
 
-pytestmark = pytest.mark.slow
-
 EXPECTED: dict[str, Any] = json.loads((HERE / "expected.json").read_text())
 NEAR: dict[str, Any] = {"rel": 1e-5, "abs": 1e-7}  # the last bits are other ones on another processor
 CONFIG = "config.yaml"

@@ -51,7 +51,7 @@ def test_every_link_to_a_file_leads_there(page: Path) -> None:
     ],
 )
 def test_pages_say_what_files_and_the_code_say(script: str, said: str) -> None:
-    command = [sys.executable, CHECKOUT / "scripts" / script, "--check"]
+    command = [sys.executable, str(CHECKOUT / "scripts" / script), "--check"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, said), ended.stderr
 

@@ -48,6 +48,7 @@ def test_a_run_ends_where_nothing_became_better_and_says_what_extends_it(tmp_pat
     assert done.status["reason"] is None
 
 
+@pytest.mark.long
 def test_what_was_counted_survives_a_stop_and_is_a_folders_own(tmp_path: Path) -> None:
     train(tmp_path, "run", "loop.steps=4", "loop.patience=2")
     assert steps(train(tmp_path, "run", "loop.steps=20", "loop.patience=2")) == [2, 4, 6]

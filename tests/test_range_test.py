@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.ranks import Processes
-from tests.run import SMALL, TRANSFORMER, quickly, run
+from tests.run import SMALL, TRANSFORMER, run
 
 TEST = ["job=lr", "job.lowest=1e-4", "job.highest=1000", "job.steps=60", "loop.global_batch=120"]
 WORDS = [*SMALL, *TEST]
@@ -51,7 +51,8 @@ def rows(said: str) -> list[list[str]]:
     return [row for row in table if float(row[0]) <= float(rate)] + [[rate]]
 
 
-@pytest.mark.parametrize("strategy", quickly(["ddp", "fsdp", "zero1", "tp"], "ddp"))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "tp"])
 def test_every_strategy_sees_the_same_losses_and_all_ranks_stop_alike(
     processes: Processes, tmp_path: Path, strategy: str
 ) -> None:

@@ -122,6 +122,7 @@ def same_run(folder: Path, two: Finished) -> None:
     assert status(folder)["state"] == "completed"
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_what_is_printed_goes_on_as_if_nothing_had_been(
     place: Path, two: Finished, processes: Processes
 ) -> None:
@@ -188,6 +189,7 @@ def test_torchrun_heals_a_killed_main_rank_by_itself_in_one_folder(place: Path, 
     assert status(folder)["attempt"] == 2
 
 
+@pytest.mark.long
 def test_a_mistake_is_said_once_and_again_in_the_launchers_last_block(tmp_path: Path) -> None:
     wrong, sentence = "optimizer.lrr=1", "optimizer.lrr: there is no such key"
     words = [wrong, "strategy=ddp", "device=cpu"]

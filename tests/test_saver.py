@@ -120,7 +120,8 @@ def tensors(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", quickly(["ddp", "zero1", "fsdp", "tp", "pp"], "fsdp"))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tp", "pp"])
 def test_a_run_that_saves_beside_its_steps_has_the_bits_of_one_that_waits(
     processes: Processes, tmp_path: Path, strategy: str
 ) -> None:

@@ -150,7 +150,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, errors
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_set_up_once_for_all_who_call_and_again_where_requirements_change(checkout: Path) -> None:
     both = [train(checkout, "a word"), train(checkout, "a word")]
@@ -164,7 +163,6 @@ def test_set_up_once_for_all_who_call_and_again_where_requirements_change(checko
     assert "set up in" in finish(train(checkout))[1]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_what_was_interrupted_is_set_up_anew(checkout: Path) -> None:
     (checkout / "backend.py").write_text("import os, signal\nos.kill(os.getpgid(0) * -1, signal.SIGKILL)\n")

@@ -146,6 +146,7 @@ claim_first_failure(store, launch, "ValueError: no", launch.rank)
 """
 
 
+@pytest.mark.long
 def test_a_sigterm_after_another_ranks_failure_ends_a_stuck_process(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}

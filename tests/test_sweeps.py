@@ -250,7 +250,6 @@ def test_the_best_is_by_its_figure_then_by_the_loss_and_no_figure_is_compared_wi
 WORDS = (*SMALL, "device=cpu", "schedule=constant", "optimizer=sgd", "loop.global_batch=120", "log=[]")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_runs_stop_with_their_sweep_and_the_same_words_go_on(tmp_path: Path, number: int) -> None:

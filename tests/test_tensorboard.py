@@ -17,7 +17,7 @@ from recipes.vision.augment import Augment
 from recipes.vision.digits import Digits
 from recipes.vision.vit import VisionTransformer
 from tests.ranks import Processes
-from tests.run import SMALL, TRANSFORMER, Finished, quickly, run
+from tests.run import SMALL, TRANSFORMER, Finished, run
 from trainer.records.image_plots import plot_confusion_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's reader
@@ -121,7 +121,8 @@ def test_histograms_count_every_number_of_every_weight(alone: Finished) -> None:
     assert {step for _, step in found} == {3, 6}
 
 
-@pytest.mark.parametrize("strategy", quickly(SPREAD, "fsdp"))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", SPREAD)
 def test_ranks_show_what_one_process_shows(
     alone: Finished, processes: Processes, strategy: str, tmp_path: Path
 ) -> None:

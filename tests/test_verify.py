@@ -16,8 +16,6 @@ from tests.planted.plants import GPT, GRAPHS, MICRO, NET, PLANTS, RIGHT, ROWS
 from tests.run import TRANSFORMER, quickly, run
 from trainer import Refusal
 
-pytestmark = pytest.mark.slow
-
 UNITS = "strategy.activation_checkpointing=units"
 _runs = count()
 

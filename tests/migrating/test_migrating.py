@@ -22,9 +22,7 @@ import torch
 
 from tests.migrating.files import TESTED, write
 from tests.ranks import Processes
-from tests.run import SMALL, curve, far, lines, quickly, run
-
-pytestmark = pytest.mark.slow
+from tests.run import SMALL, curve, far, lines, run
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "migrating.md").read_text()
@@ -134,7 +132,8 @@ def same_but_for_one(exact: float, padded: float) -> None:
     assert said - right in (0, 1)
 
 
-@pytest.mark.parametrize("name", quickly((*STARTED, "turns"), "ddp"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*STARTED, "turns"])
 def test_a_command_is_taken_as_it_stands(home: Path, name: str) -> None:
     assert "loop:" in run([*typed(name)[1], "--cfg", "job"], how="process", place=home).out
 
@@ -166,7 +165,8 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("strategy", quickly(TURNS, "single"))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", TURNS)
 def test_optimizers_that_take_turns_do_so_after_a_resume_too(processes: Processes, home: Path, strategy: str) -> None:
     theirs = [sys.executable, str(HERE / "tutorial_turns.py")]
     screen = subprocess.run(theirs, cwd=home, check=True, capture_output=True, text=True).stdout

@@ -51,7 +51,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_rows_learn_as_their_tokens_in_shards_on_any_number_of_ranks_and_resumed(
     place: Path, processes: Processes
 ) -> None:

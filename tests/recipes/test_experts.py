@@ -174,6 +174,7 @@ def test_degrees_and_ways_that_do_not_go_with_experts_are_refused(tmp_path: Path
         assert re.search(said, ended.out), ended.out
 
 
+@pytest.mark.long
 def test_experts_elsewhere_are_the_same_curve_and_lines_say_what_each_gets(
     tmp_path: Path, processes: Processes
 ) -> None:

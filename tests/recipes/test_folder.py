@@ -66,6 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.long
 def test_one_curve_whoever_decodes(place: Path, processes: Processes) -> None:
     start = [f"data.root={place / 'whole'}", *WORDS, *SHORT, "data.repeat=2", "data.balance=0.5"]
     alone = run([*start, "run.dir=alone", "strategy=single", "loader.workers=1"], place=place)
@@ -182,6 +183,7 @@ def _lose(root: Path) -> None:
     (root / "val" / "bee" / "00.jpg").rename(root / "val" / "bee" / "00.heic")
 
 
+@pytest.mark.long
 def test_a_folder_that_is_none_of_pictures_is_refused(place: Path, tmp_path: Path) -> None:
     root, words = tmp_path / "root", [*WORDS, "data.root=root", "loop.steps=1", "schedule=constant"]
     makes: dict[str, Callable[[], Any]] = {

@@ -39,6 +39,7 @@ def filled(network: Decoder) -> Decoder:
     return network.eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra bench brings it")
@@ -199,6 +200,7 @@ def test_texts_become_shards_that_are_read_by_window(tmp_path: Path) -> None:
     assert len(firsts) == len(kept)
 
 
+@pytest.mark.long
 def test_one_text_has_its_end_held_back_and_a_run_reads_it_in_the_same_order_under_every_strategy(
     processes: Processes, folder: Path
 ) -> None:

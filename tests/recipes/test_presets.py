@@ -14,8 +14,6 @@ from tests.recipes.test_folder import write
 from tests.recipes.test_vision_data import write_fashion
 from tests.run import far, quickly, run
 
-pytestmark = pytest.mark.slow
-
 # small images, few of them; the files that a test can make have three or ten classes
 BRIEF = ("loop.global_batch=8", "loop.eval_batch=16", "loop.steps=3", "loop.log_every=1", "loader.workers=0")
 SMALL = ("data.image_size=32", "data.root=pictures", "schedule.warmup=1")
@@ -54,7 +52,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("preset", quickly(PRESETS, "cifar10_resnet18"))
+@pytest.mark.parametrize("preset", quickly(PRESETS, "fashion_mnist"))
 def test_a_preset_trains(home: Path, processes: Processes, preset: str) -> None:
     strategy, *more = PRESETS[preset]
     words = [f"experiment={preset}", *BRIEF, *more]

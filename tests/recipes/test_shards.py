@@ -74,7 +74,8 @@ def at(place: Path, root: Path | str, *words: str) -> list[str]:
     return [*WORDS, f"data.root={root}", f"data.cache={place}/cache", f"run.dir={place}/run", *words]
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), pytest.param((2, 3), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 3)])
 def test_ranks_come_and_go_and_the_curve_is_that_of_one_process(
     folder: Path, tmp_path: Path, ranks: tuple[int, int]
 ) -> None:

@@ -51,6 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.long
 def test_one_curve_whoever_reads(place: Path, processes: Processes) -> None:
     start = [f"data.path={place / 'set'}", *SHORT, *LISTS, *NETWORK]
     alone = run([*start, "run.dir=alone", "strategy=single", "loader.workers=1"], place=place)

@@ -52,6 +52,7 @@ def test_published_weights_come_from_the_cache(tmp_path: Path, monkeypatch: pyte
     assert "5,130 are trained" in (folder / "logs/rank-0.log").read_text()
 
 
+@pytest.mark.long
 def test_what_timm_does_not_have_or_take_is_said_and_any_argument_goes_on_to_it(tmp_path: Path) -> None:
     for words, said in (
         (("model.name=resnet1888",), "timm has no network 'resnet1888'; did you mean 'resnet1"),

@@ -139,6 +139,7 @@ def test_what_cannot_be_cut_is_refused_before_any_group(processes: Processes, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_what_is_trained_on_stretches_is_evaluated_by_any_strategy_and_predicts_nothing(
     processes: Processes, tmp_path: Path
 ) -> None:

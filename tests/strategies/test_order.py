@@ -57,7 +57,6 @@ COMPILED = {
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("where", COMPILED)
 def test_compiled_it_is_the_same_curve(train: Train, where: str) -> None:
     ranks, words = COMPILED[where]

@@ -91,18 +91,16 @@ def skip_what_is_refused(words: str) -> None:
         pytest.importorskip("torch", "2.13", reason="gloo cannot run it before, so it is refused")
 
 
-@pytest.mark.parametrize("schedule", quickly(SCHEDULES, "Interleaved1F1B", "ZBVZeroBubble"))
+@pytest.mark.parametrize("schedule", quickly(SCHEDULES, "Interleaved1F1B"))
 def test_every_schedule_computes_what_one_process_does(train: Train, schedule: str) -> None:
     skip_what_is_refused(schedule)
     exact(train, 2, f"strategy=pp strategy.schedule={schedule}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "schedule", "micro_batches"),
-    quickly(
-        [(4, "1F1B", 1), (3, "1F1B", 2), (4, "GPipe", 2), (2, "Interleaved1F1B", 3), (2, "InterleavedZeroBubble", 6)],
-        (3, "1F1B", 2),
-    ),
+    [(4, "1F1B", 1), (3, "1F1B", 2), (4, "GPipe", 2), (2, "Interleaved1F1B", 3), (2, "InterleavedZeroBubble", 6)],
 )
 def test_fewer_micro_batches_than_stages_and_any_number_that_torch_can_run_are_exact(
     train: Train, ranks: int, schedule: str, micro_batches: int

@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.run import quickly
 from tests.strategies.runs import Train, alike
 
 
@@ -88,7 +87,8 @@ SPREAD = [
 COMMON = "loop.global_batch=8 loop.steps=6 data=digits task=classification loop.eval_batch=32"
 
 
-@pytest.mark.parametrize(("ranks", "words"), quickly(SPREAD, (2, "strategy=fsdp")))
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "words"), SPREAD)
 def test_layers_that_some_samples_use_train_as_in_one_process(train: Train, ranks: int, words: str) -> None:
     alike(train(f"{COMMON} {words}", ranks, model=Blocks, task=None), train(COMMON, model=Blocks, task=None))
 

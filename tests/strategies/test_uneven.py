@@ -33,7 +33,7 @@ def compare(train: Train, where: str, words: str, alone: str = "", **parts: Any)
     alike(train(f"{COMMON} {own} {words}", ranks, **parts), train(f"{COMMON} {batch} {alone}", **parts))
 
 
-@pytest.mark.parametrize("where", quickly(SPREAD, "ddp on 3", "fsdp on 3", "zero1 on 3"))
+@pytest.mark.parametrize("where", quickly(SPREAD, "fsdp on 3"))
 def test_the_curve_is_that_of_one_process(train: Train, where: str) -> None:
     compare(train, where, "loop.micro_batches=4", task=Weighted)
 
@@ -47,7 +47,8 @@ def test_gathered_rows_and_synchronised_statistics_are_those_of_one_process(trai
         compare(train, where, f"{SGD} {micro} strategy.sync_bn=true", f"{SGD} {micro}", model=BatchNormNet)
 
 
-@pytest.mark.parametrize("task", quickly([Plain, Weighted, Contrast], Contrast))
+@pytest.mark.long
+@pytest.mark.parametrize("task", [Plain, Weighted, Contrast])
 def test_a_share_of_one_sample_is_enough(train: Train, task: Any) -> None:
     """2, 1, 1 and 1 samples."""
     words = f"{COMMON} loop.global_batch=5 loop.steps=6"

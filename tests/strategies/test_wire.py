@@ -59,7 +59,7 @@ FROZEN = bytes_of(Net().up) + bytes_of(Net().down)
 FREEZE = "+model.freeze=[up,down]"
 
 
-@pytest.mark.parametrize("words", ["strategy=ddp", "strategy=zero1"])
+@pytest.mark.parametrize("words", quickly(["strategy=ddp", "strategy=zero1"], "strategy=ddp"))
 def test_four_micro_batches_send_what_one_sends_every_gradient_once(train: Train, words: str) -> None:
     one, four = (travels(train, f"{words} loop.micro_batches={n}", 2, task=Weighted) for n in (1, 4))
     assert one == four
@@ -91,7 +91,6 @@ DECODER = ("model=gpt_nano", "model.width=32", "model.depth=2", "data=synthetic_
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "network", "strategies"),
     [
@@ -141,8 +140,8 @@ SENDS_GRADIENTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", quickly(SENDS_GRADIENTS, "ddp strategy.bucket_mb=1"))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", SENDS_GRADIENTS)
 def test_gradients_leave_while_the_backward_still_runs(processes: Processes, tmp_path: Path, strategy: str) -> None:
     network = ("model=vit_tiny", "model.width=128", "model.heads=4", "model.depth=4", "loop.global_batch=8")
     words = [*network, *STEP.split(), "loop.eval_every=null", *f"strategy={strategy}".split(), "run.dir=run"]

@@ -30,6 +30,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_that_treats_parameters_one_by_one_is_exact(train: Train, optimizer: str) -> None:
     alike(train(f"{OPTIMIZERS[optimizer]} strategy=zero1", 2), train(OPTIMIZERS[optimizer]))

@@ -184,7 +184,7 @@ def _draws_nothing(name: str, args: tuple[Any, ...]) -> bool:
     return name == "multinomial" and (args[1] == 1 or not (len(args) > 2 and args[2]))
 
 
-def count_draw(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+def count_draw(operator: Any, args: tuple[Any, ...]) -> None:
     """A draw into a tensor without values takes its number all the same: who draws next does not see a difference."""
     name = str(operator).removeprefix("aten.").removesuffix(".default")
     if name in KERNELS and _Current.source is not None and not _draws_nothing(name, args):
