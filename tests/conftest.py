@@ -165,9 +165,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """The processor time of this lane and of all that it has started."""
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].end_server()
-    session.config.stash[NOTES]["milliseconds"] = round(1000 * _processor_time())
+    notes = session.config.stash[NOTES]
+    notes["milliseconds"] = round(1000 * _processor_time())
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["notes"] = dict(session.config.stash[NOTES])
+        session.config.workeroutput["notes"] = dict(notes)
     elif session.config.option.budget and _cost(session.config)[0] > MOST * _cost(session.config)[1]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
