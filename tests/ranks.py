@@ -114,19 +114,19 @@ def _serve(pipe: Connection, first: bool) -> None:
         launch, function, args = job
         faulthandler.dump_traceback_later(TRACE_AFTER)
         try:
-            pipe.send((True, function(launch, *args)))
+            answer = (True, function(launch, *args))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
-        finally:
-            if dist.is_initialized():  # an error inside `with strategy` leaves the group to the end of the process
-                dist.destroy_process_group()
-            _forget_meshes(wholly=case % KEPT == 0)
-            say_goodbye()  # or every case would leave a connection to the store open, in both processes
-            connect_store.cache_clear()
-            gc.collect()
-            if case == 0:
-                gc.freeze()  # modules: looking at them again after every case costs more than most cases
-            faulthandler.cancel_dump_traceback_later()
+            answer = (False, traceback.format_exc())
+        if dist.is_initialized():  # an error inside `with strategy` leaves the group to the end of the process
+            dist.destroy_process_group()
+        say_goodbye()  # before the test ends, with whose folder a store in a file goes; and no connection stays open
+        pipe.send(answer)
+        _forget_meshes(wholly=case % KEPT == 0)
+        connect_store.cache_clear()
+        gc.collect()
+        if case == 0:
+            gc.freeze()  # modules: looking at them again after every case costs more than most cases
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _forget_meshes(wholly: bool) -> None:

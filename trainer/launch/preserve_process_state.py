@@ -65,7 +65,8 @@ def _save_logging() -> Restore:
 
     def put_back() -> None:
         for handler in set(root.handlers) - set(handlers):
-            handler.close()
+            with suppress(OSError):  # its last words, on a full disk
+                handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
 
