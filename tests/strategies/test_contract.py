@@ -93,8 +93,10 @@ HALF = [("ddp on 2", "fp16"), ("tp on 2", "bf16"), ("zero1 on 3", "fp16"), ("fsd
 @pytest.mark.parametrize(("where", "precision"), quickly(HALF, HALF[0]))
 def test_reduced_precision_trains_nearly_as_one_process_does(train: Train, where: str, precision: str) -> None:
     ranks, words = SPREAD[where]  # at each line copies have been compared, to the bit
-    seen, alone = train(f"precision={precision} {words}", ranks), train(f"precision={precision}")
+    words = f"precision={precision} {words} loop.save_every=5"
+    seen, alone = train(words, ranks), train(f"precision={precision}")
     assert far(seen.losses, alone.losses) < 0.02
+    same_bits(train(f"{words} run.resume={seen.checkpoint(5)}", ranks), seen, start=5)  # the scale of fp16, too
     assert ("scaler/scale" in seen.tensors) == (precision == "fp16")
     assert seen.tensors.keys() == alone.tensors.keys()
 

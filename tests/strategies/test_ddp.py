@@ -36,6 +36,24 @@ class Frozen(nn.Linear):
         self.requires_grad_(False)
 
 
+class Counting(nn.Linear):
+    """It counts its calls in Python, and learns less with each."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, CLASSES)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) / (1 + self.calls)
+
+
+def test_a_trial_forward_leaves_no_count_in_python(train: Train) -> None:
+    words = "loop.steps=4 loop.micro_batches=2"
+    seen = train(f"strategy=ddp {words}", 2, model=Counting)
+    assert far(seen.losses, train(words, model=Counting).losses) < 1e-10
+
+
 def test_parameters_without_a_gradient_are_named_with_the_field_to_set_and_train_with_it(train: Train) -> None:
     said = train.refused("strategy=ddp", 2, model=Forgetful)
     assert "idle.weight, idle.bias" in said
