@@ -161,6 +161,7 @@ def pytest_unconfigure() -> None:
 _began = time.monotonic()
 
 
+@pytest.hookimpl(trylast=True)  # when fixtures have ended, also those of a last test that was not begun
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The processor time of this lane and of all that it has started."""
     if "tests.ranks" in sys.modules:

@@ -208,6 +208,8 @@ def _become(words: list[str], place: str, environment: dict[str, str], screen: s
 
 def end_server() -> None:
     """End the fork server and wait for it, so that what its copies have cost can be seen."""
+    for group in [*groups]:  # the server stays as long as one of its copies
+        group.close()
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
