@@ -46,7 +46,8 @@ def test_a_mistake_is_found_where_it_is_and_its_cause_is_named(processes: object
     said = verdict(home, [*exact, *plant.words], plant.own, code=1)
     assert re.search(f"^DIFFERS {re.escape(plant.found)}", said, re.MULTILINE), said
     assert plant.cause in said, said
-    if any("strategies." in word for word in plant.own) and "cause: not known" not in said:
+    proved = "cause: not known" not in said and "without any it trains the same" not in said
+    if proved and any("strategies." in word for word in plant.own):
         assert RIGHT in said, said  # whatever the network and its data are
 
 
