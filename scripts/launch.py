@@ -10,8 +10,8 @@ from pathlib import Path
 
 # Arguments that show something and train nothing: one process is enough to answer.
 SHOWING = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
-# Groups that say what is trained: whoever names one of them does not mean the experiment below.
-CHOOSING = {"experiment", "data", "model", "task", "optimizer", "schedule"}
+# Groups that say what is trained, or of which run: whoever names one of them does not mean the experiment below.
+CHOOSING = {"experiment", "data", "model", "task", "optimizer", "schedule", "job"}
 
 
 def main() -> None:

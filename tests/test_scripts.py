@@ -26,6 +26,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
         ("--cfg job", 4, "--cfg job experiment=digits strategy=ddp processes=4"),
         ("-m seed=1,2", 4, "-m experiment=digits strategy=ddp processes=4 seed=1,2"),
         ("model=mlp processes=3", 4, "strategy=ddp model=mlp processes=3"),
+        ("run.dir=x job=predict", 2, "strategy=ddp processes=2 run.dir=x job=predict"),
     ],
 )
 def test_what_the_words_leave_open_is_filled_in(words: str, count: int, whole: str) -> None:
